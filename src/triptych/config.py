@@ -1,0 +1,197 @@
+"""Settings of each component: frozen, keyword-only, validated when built, each field documented under it.
+
+Construction never probes hardware. What is derived is a property. A module takes the few values that it needs.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Literal
+from urllib.parse import urlsplit
+
+from triptych.errors import ConfigError
+from triptych.ids import ROLES, Role
+
+MIB = 1 << 20
+
+DispatchPolicy = Literal["round_robin", "max_free_slots"]
+DeviceType = Literal["cuda", "cpu"]
+DTypeName = Literal["float32", "bfloat16", "float16"]
+TransferKind = Literal["auto", "local", "shm", "mooncake"]
+
+LOOPBACK = ("127.0.0.1", "localhost", "::1")
+
+
+def _positive(owner: object, *names: str) -> None:
+    for name in names:
+        value = getattr(owner, name)
+        if not value > 0:
+            raise ConfigError(f"{name}={value!r}: must be greater than 0")
+
+
+def _port(name: str, value: int) -> None:
+    if not 0 < value < 65536:
+        raise ConfigError(f"{name}={value}: must be a port, 1 to 65535")
+
+
+def parse_tcp_url(name: str, url: str) -> tuple[str, int]:
+    """Host and port of ``tcp://host:port``; raises `ConfigError` that names the flag."""
+    parts = urlsplit(url)
+    try:
+        port = parts.port
+    except ValueError:
+        port = None
+    if parts.scheme != "tcp" or not parts.hostname or port is None:
+        raise ConfigError(f"{name}={url!r}: must look like tcp://host:port")
+    _port(name, port)
+    return parts.hostname, port
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ModelConfig:
+    """Which model to load, and how."""
+
+    path: str
+    """A Diffusers-layout folder, a Hub id, or the name of an embedded model (``tiny``)."""
+    device: DeviceType = "cuda"
+    dtype: DTypeName | None = None
+    """None: bfloat16 on CUDA, float32 on CPU."""
+    components: dict[str, str] = field(default_factory=dict[str, str])
+    """Component name to a folder or file whose weights replace that component's."""
+
+    def __post_init__(self) -> None:
+        if not self.path:
+            raise ConfigError("model-path='': a model folder, Hub id or embedded model name is needed")
+
+    @property
+    def effective_dtype(self) -> DTypeName:
+        """The dtype that weights are loaded in."""
+        return self.dtype or ("bfloat16" if self.device == "cuda" else "float32")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class TransferConfig:
+    """The data plane of one instance."""
+
+    kind: TransferKind = "auto"
+    """auto takes the best plane that both ends have: local, then shm on one host, then Mooncake."""
+    hostname: str = "127.0.0.1"
+    """Address that peers reach this instance's data plane and work port under (``--disagg-p2p-hostname``)."""
+    ib_device: str | None = None
+    """RDMA device for Mooncake, e.g. mlx5_0; None means TCP."""
+    pool_bytes: int = 256 * MIB
+    """Registered memory for staged and pulled tensors."""
+
+    def __post_init__(self) -> None:
+        if self.pool_bytes < MIB:
+            raise ConfigError(f"disagg-transfer-pool-size={self.pool_bytes}: must be at least 1 MiB")
+        if self.ib_device is not None and self.kind not in ("auto", "mooncake"):
+            raise ConfigError(f"disagg-ib-device={self.ib_device!r} needs disagg-transfer mooncake, not {self.kind!r}")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class InstanceConfig:
+    """One role instance: what it serves, where it binds, how much it takes on."""
+
+    roles: tuple[Role, ...]
+    server_addr: str
+    """The server's frontend, tcp://host:port."""
+    work_port: int
+    """Its own port for work (``--scheduler-port``)."""
+    transfer: TransferConfig
+    model: ModelConfig
+    gpu_ids: tuple[int, ...] = (0,)
+    """CUDA devices; ignored on CPU."""
+    slots: int = 2
+    """Leases held at once: those computing plus those whose inputs are pulled ahead."""
+    max_running: int = 1
+    """Requests whose denoising steps interleave (``--max-running-requests``)."""
+    insecure: bool = False
+    """Allow binding beyond loopback without keys."""
+
+    def __post_init__(self) -> None:
+        if not self.roles or len(set(self.roles)) != len(self.roles):
+            raise ConfigError(
+                f"disagg-role={','.join(self.roles)!r}: must name one or several of {', '.join(ROLES)} once"
+            )
+        parse_tcp_url("disagg-server-addr", self.server_addr)
+        _port("scheduler-port", self.work_port)
+        _positive(self, "slots", "max_running")
+        if self.max_running > self.slots:
+            raise ConfigError(f"max-running-requests={self.max_running}: must not exceed the slots ({self.slots})")
+        if self.transfer.hostname not in LOOPBACK and not self.insecure:
+            raise ConfigError(
+                f"disagg-p2p-hostname={self.transfer.hostname!r} binds beyond loopback without authentication; "
+                "pass --insecure to accept that"
+            )
+
+    @property
+    def work_url(self) -> str:
+        """Where the server reaches this instance's work port."""
+        return f"tcp://{self.transfer.hostname}:{self.work_port}"
+
+    @property
+    def torch_device(self) -> str:
+        """Name of the device of rank 0."""
+        return f"cuda:{self.gpu_ids[0]}" if self.model.device == "cuda" else "cpu"
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class RouterConfig:
+    """How the router behaves."""
+
+    dispatch_policy: DispatchPolicy = "round_robin"
+    heartbeat_interval: float = 0.5
+    """Seconds between an instance's heartbeats."""
+    lease_timeout: float = 2.5
+    """Seconds without a heartbeat after which an instance is lost and its work returns to the queue."""
+    max_attempts: int = 4
+    """Attempts of one stage before the request fails."""
+
+    def __post_init__(self) -> None:
+        _positive(self, "heartbeat_interval", "lease_timeout", "max_attempts")
+        if self.lease_timeout < 2 * self.heartbeat_interval:
+            raise ConfigError(f"lease_timeout={self.lease_timeout}: must be at least two heartbeat intervals")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ServerConfig:
+    """The DiffusionServer: HTTP door and control-plane ports."""
+
+    host: str = "127.0.0.1"
+    port: int = 30000
+    scheduler_port: int = 5555
+    """Frontend port; the results of encoder, denoiser and decoder arrive on the next three."""
+    instance_urls: dict[Role, tuple[str, ...]] = field(default_factory=dict[Role, tuple[str, ...]])
+    """Work addresses of instances to wait for before the server is ready, by role."""
+    run_timeout: float = 600.0
+    """Seconds of running time over all attempts of a request (``--disagg-timeout``)."""
+    queue_timeout: float = 600.0
+    """Seconds of waiting time of a request."""
+    output_dir: Path = Path("outputs")
+    """Where finished media files are kept."""
+    max_upload_bytes: int = 32 * MIB
+    """Largest request body."""
+    insecure: bool = False
+    """Allow binding beyond loopback without keys."""
+    router: RouterConfig = field(default_factory=RouterConfig)
+
+    def __post_init__(self) -> None:
+        _port("port", self.port)
+        _port("scheduler-port", self.scheduler_port)
+        _port("scheduler-port + 3", self.scheduler_port + 3)
+        if self.scheduler_port <= self.port <= self.scheduler_port + 3:
+            raise ConfigError(f"port={self.port} collides with the scheduler ports {self.scheduler_port} to +3")
+        _positive(self, "run_timeout", "queue_timeout", "max_upload_bytes")
+        for role, urls in self.instance_urls.items():
+            for url in urls:
+                parse_tcp_url(f"{role}-urls", url)
+        if self.host not in LOOPBACK and not self.insecure:
+            raise ConfigError(
+                f"host={self.host!r} binds beyond loopback without authentication; pass --insecure to accept that"
+            )
+
+    def result_port(self, role: Role) -> int:
+        """Port on which reports of a stage of ``role`` arrive."""
+        return self.scheduler_port + 1 + ROLES.index(role)

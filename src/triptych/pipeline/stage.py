@@ -1,0 +1,96 @@
+"""What the role process needs of a loaded pipeline, whatever way it was split."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import numpy as np
+import torch
+
+from triptych.ids import Role
+from triptych.wire.schema import RequestSchema
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class StageOutput:
+    """State that goes to one consumer role: a value tree in MessagePack and the tensors that it refers to."""
+
+    consumer: Role
+    tree: bytes
+    tensors: tuple[torch.Tensor, ...]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Clip:
+    """Decoded media of one output: uint8 RGB or RGBA frames [frames, height, width, 3 or 4]; one frame is an image.
+
+    ``audio`` is float32 [channels, samples] in -1..1 when the model makes sound.
+    """
+
+    frames: np.ndarray[Any, np.dtype[np.uint8]]
+    fps: float
+    audio: np.ndarray[Any, np.dtype[np.float32]] | None = None
+    sample_rate: int = 0
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class StageResult:
+    """What a stage leaves: state for later roles (encoder, denoiser) or clips (decoder)."""
+
+    outputs: tuple[StageOutput, ...] = ()
+    clips: tuple[Clip, ...] = ()
+
+
+class StageRun(Protocol):
+    """One stage of one request in the making. Used from the compute thread only."""
+
+    @property
+    def step(self) -> int:
+        """Denoising steps done."""
+        ...
+
+    @property
+    def steps(self) -> int:
+        """Denoising steps in all; 0 while unknown and for stages without steps."""
+        ...
+
+    def advance(self) -> StageResult | None:
+        """Compute up to the next step boundary. None: there is more to do. Raises `StageError` or `BadRequest`."""
+        ...
+
+    def cancel(self) -> None:
+        """Give up between two steps and free the memory. Idempotent."""
+        ...
+
+
+class RolePipeline(Protocol):
+    """The roles of one pipeline that this process has loaded."""
+
+    @property
+    def roles(self) -> tuple[Role, ...]: ...
+
+    @property
+    def schema(self) -> RequestSchema:
+        """What requests may say; the same from every role of one model."""
+        ...
+
+    @property
+    def fingerprint(self) -> str:
+        """Equal fingerprints compute equal bytes."""
+        ...
+
+    def start(
+        self,
+        role: Role,
+        params: Mapping[str, Any],
+        inputs: Sequence[tuple[bytes, Sequence[torch.Tensor]]],
+        images: Sequence[bytes],
+    ) -> StageRun:
+        """Begin a stage. ``params`` are the request's validated parameters under the schema's names; image values
+        are ``{"blob": i}`` into ``images`` (encoded files). ``inputs`` are (tree, tensors) of each pulled copy.
+
+        Raises `BadRequest` for parameters that the pipeline cannot take, `StageError` for anything else.
+        """
+        ...

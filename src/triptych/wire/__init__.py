@@ -1,0 +1,1 @@
+"""What crosses process boundaries: messages, manifests and plain values, as a closed union in MessagePack."""

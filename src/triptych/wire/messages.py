@@ -1,0 +1,246 @@
+"""The closed union of control-plane messages between the server and its instances.
+
+Delivery is at least once for outcomes (resent until acknowledged) and at most once for the rest; every handler is
+idempotent by lease. A message from another epoch than the receiver knows is stale: counted and ignored.
+"""
+
+from __future__ import annotations
+
+from typing import Any, Literal, TypeAlias
+
+import msgspec
+
+from triptych.ids import CopyId, Epoch, InstanceId, RequestId, Role
+from triptych.wire.manifest import Manifest
+from triptych.wire.schema import RequestSchema
+
+PROTOCOL_VERSION = 1
+
+
+class Lease(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
+    """The right of one instance to run one attempt of one stage. Hashable: it is the key of all bookkeeping."""
+
+    request: RequestId
+    role: Role
+    attempt: int
+
+
+class ErrorInfo(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """Why something failed, fit to be shown to a client."""
+
+    code: str
+    message: str
+    blame: Literal["caller", "instance", "operator", "us"]
+    retryable: bool = False
+
+
+class _FromInstance(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, tag_field="type"):
+    instance: InstanceId
+    epoch: Epoch
+    """The sender's own life."""
+    server_epoch: Epoch | None
+    """The server life that the sender was last welcomed by; None before the first welcome."""
+
+
+class _ToInstance(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, tag_field="type"):
+    server_epoch: Epoch
+    """The sender's own life."""
+    epoch: Epoch
+    """The instance life that this is meant for."""
+
+
+# -- membership: instance DEALER -> frontend ROUTER ---------------------------------------------------------------
+
+
+class Hello(_FromInstance, frozen=True, tag="hello"):
+    """An instance says what it is. Sent at start and whenever the server does not know it."""
+
+    protocol: int
+    roles: tuple[Role, ...]
+    work_url: str
+    """Where the server pushes this instance's work, e.g. ``tcp://127.0.0.1:19000``."""
+    host: str
+    """Boot id of its machine."""
+    slots: int
+    """Leases it holds at once, over all its roles: those computing and those whose inputs are being pulled."""
+    pool_bytes: int
+    planes: tuple[str, ...]
+    """Data planes it can be pulled from, best first."""
+    schema: RequestSchema
+    fingerprint: str
+    """Versions, dtype, attention backend, quantisation: equal fingerprints compute equal bytes."""
+    device: str
+    leases: tuple[Lease, ...] = ()
+    """What it is still working on, so that a restarted server continues instead of repeating."""
+    copies: tuple[Manifest, ...] = ()
+    """Outputs that it still keeps."""
+
+
+class Heartbeat(_FromInstance, frozen=True, tag="heartbeat"):
+    """About once a second. ``leases`` lets the server notice work that was lost on the way."""
+
+    sequence: int
+    leases: tuple[Lease, ...]
+    pool_used: int
+    resident_bytes: int
+    """Resident memory of the process."""
+    device_bytes: int = 0
+    """GPU memory allocated; 0 on CPU."""
+
+
+class Goodbye(_FromInstance, frozen=True, tag="goodbye"):
+    """The instance stops; its work and its copies are gone after this."""
+
+    reason: str
+
+
+# -- stage reports: instance PUSH -> result port of the stage's role ------------------------------------------------
+
+
+class Fetched(_FromInstance, frozen=True, tag="fetched"):
+    """A stage's inputs are in the receiver's memory and verified; the sender's copy need not be pinned any more."""
+
+    lease: Lease
+    seconds: float
+    nbytes: int
+    plane: str
+
+
+class Started(_FromInstance, frozen=True, tag="started"):
+    """The compute thread took up the stage: waiting time ends, running time begins."""
+
+    lease: Lease
+
+
+class Progress(_FromInstance, frozen=True, tag="progress"):
+    """``step`` of ``steps`` denoising steps are done."""
+
+    lease: Lease
+    step: int
+    steps: int
+
+
+class Output(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """One staged copy and the role that reads it."""
+
+    consumer: Role
+    manifest: Manifest
+
+
+class Staged(_FromInstance, frozen=True, tag="staged"):
+    """A stage is done and its outputs can be pulled. An outcome: resent until acknowledged."""
+
+    lease: Lease
+    outputs: tuple[Output, ...]
+    compute_seconds: float
+    stage_seconds: float
+
+
+class MediaFile(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """A finished media file; its bytes are the raw frame ``blob`` of the ZMQ message."""
+
+    blob: int
+    mime: str
+    suffix: str
+    """File name extension with the dot, e.g. ``.mp4``."""
+    width: int
+    height: int
+    frames: int
+    fps: float
+    """0 for an image."""
+    checksum: int
+    """xxh3-64 of the bytes."""
+
+
+class Finished(_FromInstance, frozen=True, tag="finished"):
+    """The last stage is done. An outcome: kept and resent until the server has stored the files."""
+
+    lease: Lease
+    files: tuple[MediaFile, ...]
+    compute_seconds: float
+    encode_seconds: float
+
+
+class StageFailed(_FromInstance, frozen=True, tag="stage_failed"):
+    """A stage could not be done. An outcome."""
+
+    lease: Lease
+    error: ErrorInfo
+    lost_copies: tuple[CopyId, ...] = ()
+    """Inputs that could not be pulled: their sender may be dead or have dropped them."""
+
+
+class Stopped(_FromInstance, frozen=True, tag="stopped"):
+    """A cancelled lease is over and its memory is free. An outcome."""
+
+    lease: Lease
+
+
+class Dropped(_FromInstance, frozen=True, tag="dropped"):
+    """Retained copies that were dropped because the pool needed the room."""
+
+    copies: tuple[CopyId, ...]
+
+
+FromInstance: TypeAlias = (
+    Hello | Heartbeat | Goodbye | Fetched | Started | Progress | Staged | Finished | StageFailed | Stopped | Dropped
+)
+
+Outcome: TypeAlias = Staged | Finished | StageFailed | Stopped
+"""Reports that end a lease; the instance resends them until it gets an `Ack`."""
+
+
+# -- server -> instance -----------------------------------------------------------------------------------------
+
+
+class Welcome(_ToInstance, frozen=True, tag="welcome"):
+    """Answer to a hello, on the frontend ROUTER."""
+
+    result_urls: dict[Role, str]
+    """Where the instance pushes reports of a stage of that role."""
+    heartbeat_interval: float
+    """Seconds."""
+
+
+class Refused(_ToInstance, frozen=True, tag="refused"):
+    """A hello that cannot be accepted: another protocol version, or another model than the others serve."""
+
+    reason: str
+
+
+class Unknown(_ToInstance, frozen=True, tag="unknown"):
+    """The server does not know this instance (it restarted): say hello again."""
+
+
+class RunStage(_ToInstance, frozen=True, tag="run_stage"):
+    """A lease, on the instance's work port."""
+
+    lease: Lease
+    params: dict[str, Any]
+    """The request's validated parameters under the pipeline's names: plain values only. Images are
+    ``{"blob": i}`` and their encoded bytes travel as raw frame i (encoder stage only)."""
+    inputs: tuple[Manifest, ...]
+    """Copies to pull; empty for the encoder."""
+    budget_seconds: float
+    """Running time that is left to the request."""
+
+
+class Cancel(_ToInstance, frozen=True, tag="cancel"):
+    """Stop this lease within one step, answer `Stopped`. Of an unknown lease: answer `Stopped` all the same."""
+
+    lease: Lease
+
+
+class Release(_ToInstance, frozen=True, tag="release"):
+    """Copies that nobody will read again."""
+
+    copies: tuple[CopyId, ...]
+
+
+class Ack(_ToInstance, frozen=True, tag="ack"):
+    """Outcomes that arrived (files: that are stored); the instance forgets them."""
+
+    leases: tuple[Lease, ...]
+
+
+ToInstance: TypeAlias = Welcome | Refused | Unknown | RunStage | Cancel | Release | Ack

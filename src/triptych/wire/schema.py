@@ -1,0 +1,63 @@
+"""What a loaded pipeline accepts: the request schema that instances announce and the server validates from."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+import msgspec
+
+ParamType = Literal["string", "integer", "number", "boolean", "image", "images"]
+
+
+class Param(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """One request parameter under the pipeline's own name."""
+
+    name: str
+    type: ParamType
+    required: bool = False
+    nullable: bool = False
+    """None is a legal value and means the pipeline's own default."""
+    default: bool | int | float | str | None = None
+    minimum: float | None = None
+    maximum: float | None = None
+    multiple_of: int | None = None
+    """The value minus ``remainder`` must divide by this."""
+    remainder: int = 0
+    """With multiple_of 4 and remainder 1, the legal values are 1, 5, 9, ..."""
+    choices: tuple[str, ...] = ()
+    max_length: int | None = None
+    """Characters of a string, or number of images."""
+    description: str = ""
+
+
+class HandoffSize(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """How many bytes a request's boundary tensors take, so that the door can refuse what no pool can hold.
+
+    latents: ``item_bytes * channels * (1 + (frames - 1) // temporal) * (height // spatial) * (width // spatial)``;
+    text: ``text_bytes`` at most, whatever the prompt.
+    """
+
+    channels: int
+    spatial: int
+    temporal: int
+    item_bytes: int
+    text_bytes: int
+
+
+class RequestSchema(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """One model as clients see it."""
+
+    model: str
+    """Name clients use: the model id or folder as launched."""
+    pipeline: str
+    """Diffusers pipeline class, e.g. ``WanPipeline``."""
+    split: Literal["modular", "replay"]
+    task: str
+    """The field's word, e.g. ``text-to-video``, ``image-to-video``, ``text-to-image``."""
+    output: Literal["video", "image"]
+    params: tuple[Param, ...]
+    handoff: HandoffSize | None = None
+
+    def param(self, name: str) -> Param | None:
+        """The parameter of that name, or None."""
+        return next((p for p in self.params if p.name == name), None)
