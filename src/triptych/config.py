@@ -171,6 +171,8 @@ class ServerConfig:
     """Seconds of waiting time of a request."""
     output_dir: Path = Path("outputs")
     """Where finished media files are kept."""
+    retained_jobs: int = 10_000
+    """Ended jobs that are remembered; beyond it the oldest goes, with its media. Live jobs always stay."""
     max_upload_bytes: int = 32 * MIB
     """Largest request body."""
     insecure: bool = False
@@ -183,7 +185,7 @@ class ServerConfig:
         _port("scheduler-port + 3", self.scheduler_port + 3)
         if self.scheduler_port <= self.port <= self.scheduler_port + 3:
             raise ConfigError(f"port={self.port} collides with the scheduler ports {self.scheduler_port} to +3")
-        _positive(self, "run_timeout", "queue_timeout", "max_upload_bytes")
+        _positive(self, "run_timeout", "queue_timeout", "retained_jobs", "max_upload_bytes")
         for role, urls in self.instance_urls.items():
             for url in urls:
                 parse_tcp_url(f"{role}-urls", url)

@@ -111,3 +111,27 @@ class WireError(TriptychError):
     blame = Blame.CALLER
     status = 400
     code = "malformed_message"
+
+
+class NotReady(TriptychError):
+    """The server cannot take requests yet: no instance has told it what the model accepts."""
+
+    blame = Blame.OPERATOR
+    status = 503
+    code = "not_ready"
+
+
+class StorageFull(TriptychError):
+    """There is no room to keep a finished media file; the message names the folder."""
+
+    blame = Blame.OPERATOR
+    status = 507
+    code = "storage_full"
+
+
+class StorageFailed(TriptychError):
+    """A finished media file could not be kept for another reason than room; the message names the file."""
+
+    blame = Blame.OPERATOR
+    status = 500
+    code = "storage_failed"
