@@ -1,0 +1,109 @@
+"""Finished media files in one local folder, named by job id and written so that a reader never sees half a file."""
+
+from __future__ import annotations
+
+import errno
+import os
+import re
+import shutil
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+
+import xxhash
+
+from triptych.errors import StorageFailed, StorageFull
+from triptych.ids import RequestId
+from triptych.server.records import StoredFile
+from triptych.wire.messages import MediaFile
+
+_SUFFIX = re.compile(r"\.[a-z0-9]{1,8}")
+_REQUEST = re.compile(r"(video|image)_[0-9a-f]{32}")
+_PART = ".part"
+_NO_ROOM = (errno.ENOSPC, errno.EDQUOT)
+
+
+class MediaStore:
+    """Blocking; the server calls it in a thread pool. Paths are made of minted ids, never of what a client sent."""
+
+    def __init__(self, root: Path) -> None:
+        self.root = root
+        self._wanted = 0
+        """Bytes that there was no room for at the last failure; 0 when nothing failed."""
+
+    def open(self) -> None:
+        """Make the folder, and clear away what a killed server left half written. Raises `StorageFailed`."""
+        try:
+            self.root.mkdir(parents=True, exist_ok=True)
+            for part in self.root.glob(f".*{_PART}"):
+                part.unlink(missing_ok=True)
+        except OSError as error:
+            raise StorageFailed(f"the output folder {self.root} cannot be used: {error}") from error
+
+    def check_room(self) -> None:
+        """Raise `StorageFull` while the bytes that did not fit the last time still would not."""
+        if self._wanted:
+            if shutil.disk_usage(self.root).free < self._wanted:
+                raise StorageFull(f"no room for finished media in {self.root}; free some space there")
+            self._wanted = 0
+
+    def store(self, request: RequestId, files: Sequence[tuple[MediaFile, bytes]]) -> tuple[StoredFile, ...]:
+        """Write all files of a job, or none of them.
+
+        Raises `StorageFull` when there is no room, and `StorageFailed` for bytes that arrived damaged, a suffix
+        that is none, or a folder that cannot be written.
+        """
+        if not _REQUEST.fullmatch(request):
+            raise StorageFailed(f"{request!r} is not a job id of this server")
+        stored: list[StoredFile] = []
+        try:
+            for index, (file, data) in enumerate(files):
+                name = request if len(files) == 1 else f"{request}-{index}"
+                stored.append(self._store_one(name, file, data))
+        except BaseException:
+            self.remove(stored)
+            raise
+        return tuple(stored)
+
+    def remove(self, files: Iterable[StoredFile]) -> None:
+        """Delete files of this store; raises `StorageFailed` for one that is there and cannot be deleted."""
+        for file in files:
+            try:
+                file.path.unlink(missing_ok=True)
+            except OSError as error:
+                raise StorageFailed(f"{file.path} cannot be deleted: {error}") from error
+
+    def _store_one(self, stem: str, file: MediaFile, data: bytes) -> StoredFile:
+        if not _SUFFIX.fullmatch(file.suffix):
+            raise StorageFailed(f"suffix={file.suffix!r}: must be a dot and up to 8 lower-case letters or digits")
+        if xxhash.xxh3_64_intdigest(data) != file.checksum:
+            raise StorageFailed(f"{stem}{file.suffix} was damaged on its way from the decoder: checksums differ")
+        path = self.root / f"{stem}{file.suffix}"
+        part = self.root / f".{path.name}{_PART}"
+        try:
+            self._write(part, data)
+            part.replace(path)
+        except OSError as error:
+            part.unlink(missing_ok=True)
+            if error.errno in _NO_ROOM:
+                self._wanted = len(data)
+                raise StorageFull(f"no room in {self.root} for {path.name} ({len(data)} bytes)") from error
+            raise StorageFailed(f"{path} cannot be written: {error}") from error
+        return StoredFile(
+            name=path.name,
+            path=path,
+            mime=file.mime,
+            suffix=file.suffix,
+            nbytes=len(data),
+            width=file.width,
+            height=file.height,
+            frames=file.frames,
+            fps=file.fps,
+        )
+
+    @staticmethod
+    def _write(path: Path, data: bytes) -> None:
+        with path.open("wb") as target:
+            target.write(data)
+            target.flush()
+            # The decoder forgets its copy once we acknowledge, so the bytes must survive a power cut from here on.
+            os.fsync(target.fileno())

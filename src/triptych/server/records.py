@@ -1,0 +1,244 @@
+"""What the server remembers of every job: its request, its state and its files, bounded in number."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import time
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal, TypeAlias
+
+from triptych.core.events import JobState, JobView
+from triptych.errors import BadRequest, NotFound
+from triptych.ids import RequestId
+
+OutputKind: TypeAlias = Literal["video", "image"]
+
+TERMINAL = frozenset({JobState.DONE, JobState.FAILED, JobState.TIMED_OUT, JobState.CANCELLED})
+RUNNING = frozenset({JobState.ENCODER_RUNNING, JobState.DENOISING_RUNNING, JobState.DECODER_RUNNING})
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class StoredFile:
+    """A finished media file in the media store."""
+
+    name: str
+    """File name inside the store; made of the job's id."""
+    path: Path
+    mime: str
+    suffix: str
+    nbytes: int
+    width: int
+    height: int
+    frames: int
+    fps: float
+    """0 for an image."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class JobRecord:
+    """One job as it was when this record was read; times are Unix seconds."""
+
+    id: RequestId
+    output: OutputKind
+    params: dict[str, Any]
+    metadata: dict[str, str]
+    created_at: float
+    started_at: float | None
+    completed_at: float | None
+    view: JobView
+    files: tuple[StoredFile, ...]
+
+    @property
+    def ended(self) -> bool:
+        """Whether the state is final."""
+        return self.view.state in TERMINAL
+
+
+class Entry:
+    """A job in memory. One mutable object per job, so that an update costs no copy of what does not change."""
+
+    __slots__ = (
+        "completed_at",
+        "created_at",
+        "files",
+        "id",
+        "metadata",
+        "output",
+        "params",
+        "started_at",
+        "timings_seen",
+        "view",
+        "waiters",
+        "watchers",
+    )
+
+    def __init__(
+        self, request: RequestId, output: OutputKind, params: dict[str, Any], metadata: dict[str, str], view: JobView
+    ) -> None:
+        self.id = request
+        self.output: OutputKind = output
+        self.params = params
+        self.metadata = metadata
+        self.created_at = time.time()
+        self.started_at: float | None = None
+        self.completed_at: float | None = None
+        self.view = view
+        self.files: tuple[StoredFile, ...] = ()
+        self.timings_seen = 0
+        self.waiters: list[asyncio.Future[None]] = []
+        """Woken at the end of the job."""
+        self.watchers: list[asyncio.Future[None]] = []
+        """Woken at the next change; each reader puts at most one future here, so slow readers hold nothing."""
+
+    @property
+    def ended(self) -> bool:
+        """Whether the state is final."""
+        return self.view.state in TERMINAL
+
+    def record(self) -> JobRecord:
+        """The job as it is now."""
+        return JobRecord(
+            id=self.id,
+            output=self.output,
+            params=self.params,
+            metadata=self.metadata,
+            created_at=self.created_at,
+            started_at=self.started_at,
+            completed_at=self.completed_at,
+            view=self.view,
+            files=self.files,
+        )
+
+    def wake_watchers(self) -> None:
+        """Let every reader that waits for a change look again."""
+        watchers, self.watchers = self.watchers, []
+        _wake(watchers)
+
+    def wake_all(self) -> None:
+        """Let everybody who waits for anything look again."""
+        self.wake_watchers()
+        waiters, self.waiters = self.waiters, []
+        _wake(waiters)
+
+
+def _wake(futures: Iterable[asyncio.Future[None]]) -> None:
+    for future in futures:
+        if not future.done():
+            future.set_result(None)
+
+
+class IdMint:
+    """Ids that sort by age and cannot be guessed: kind, milliseconds, a counter within them, 64 random bits."""
+
+    def __init__(self) -> None:
+        self._last = 0
+
+    def __call__(self, output: OutputKind) -> RequestId:
+        """A new id, greater than all before it of the same kind even when the clock steps back."""
+        self._last = max(self._last + 1, int(time.time() * 1000) << 16)
+        return RequestId(f"{output}_{self._last:016x}{os.urandom(8).hex()}")
+
+    @staticmethod
+    def is_id(value: str, output: OutputKind) -> bool:
+        """Whether ``value`` has the form of an id of that kind."""
+        kind, _, rest = value.partition("_")
+        return kind == output and len(rest) == 32 and all(c in "0123456789abcdef" for c in rest)
+
+
+class Records:
+    """Jobs by id, oldest first. At most ``retained`` ended ones are kept, live ones always.
+
+    ``forget`` is given every job that is dropped for room, so that its media can go with it.
+    """
+
+    def __init__(self, retained: int, forget: Callable[[Entry], None]) -> None:
+        self._retained = retained
+        self._forget = forget
+        self._entries: dict[RequestId, Entry] = {}
+        self._ended: dict[RequestId, None] = {}
+        """Ended jobs in the order of their end."""
+        self.states: dict[JobState, int] = dict.fromkeys(JobState, 0)
+        """How many remembered jobs are in each state."""
+
+    def __len__(self) -> int:
+        return len(self._entries)
+
+    def add(self, entry: Entry) -> None:
+        """Remember a new job."""
+        self._entries[entry.id] = entry
+        self.states[entry.view.state] += 1
+
+    def find(self, request: RequestId) -> Entry | None:
+        """The job of that id, or None."""
+        return self._entries.get(request)
+
+    def get(self, request: RequestId) -> Entry:
+        """The job of that id; raises `NotFound`."""
+        entry = self._entries.get(request)
+        if entry is None:
+            raise NotFound(f"no job has the id {request!r}")
+        return entry
+
+    def update(self, entry: Entry, view: JobView) -> None:
+        """A job's new state; wakes who watches it. The final state is the last one taken."""
+        before = entry.view.state
+        if before in TERMINAL:
+            return
+        after = view.state
+        entry.view = view
+        if after is not before:
+            self.states[before] -= 1
+            self.states[after] += 1
+            if after in RUNNING and entry.started_at is None:
+                entry.started_at = time.time()
+            if after in TERMINAL:
+                entry.completed_at = time.time()
+                self._end(entry)
+                entry.wake_all()
+                return
+        if entry.watchers:
+            entry.wake_watchers()
+
+    def remove(self, entry: Entry) -> None:
+        """Forget a job."""
+        if self._entries.pop(entry.id, None) is not None:
+            self._ended.pop(entry.id, None)
+            self.states[entry.view.state] -= 1
+            entry.wake_all()
+
+    def page(
+        self, *, output: OutputKind, after: RequestId | None, limit: int, order: Literal["asc", "desc"]
+    ) -> tuple[list[JobRecord], bool]:
+        """At most ``limit`` jobs of one kind by age from behind ``after`` on, and whether there are more.
+
+        A cursor stays good when its job is deleted, because ids sort by age.
+        """
+        if limit < 1:
+            raise BadRequest("limit", f"limit={limit}: must be at least 1")
+        if after is not None and not IdMint.is_id(after, output):
+            raise BadRequest("after", f"after={after!r}: is not the id of a job of kind {output}")
+        found: list[JobRecord] = []
+        for entry in self._from(after, order):
+            if entry.output != output:
+                continue
+            if len(found) == limit:
+                return found, True
+            found.append(entry.record())
+        return found, False
+
+    def _from(self, after: RequestId | None, order: Literal["asc", "desc"]) -> Iterator[Entry]:
+        if order == "asc":
+            entries = iter(self._entries.values())
+            return entries if after is None else (e for e in entries if e.id > after)
+        backwards = reversed(self._entries.values())
+        return backwards if after is None else (e for e in backwards if e.id < after)
+
+    def _end(self, entry: Entry) -> None:
+        self._ended[entry.id] = None
+        while len(self._ended) > self._retained:
+            oldest = self._entries[next(iter(self._ended))]
+            self.remove(oldest)
+            self._forget(oldest)
