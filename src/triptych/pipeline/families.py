@@ -1,0 +1,72 @@
+"""The exceptions table: what a pipeline class needs beyond its own declarations, and the usual settings of its models.
+
+This is the only place where a model family is named. A class that is absent here is served by the generic rules alone.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Preset:
+    """Defaults and limits of requests. None leaves the value to the pipeline's declarations and the model's config."""
+
+    height: int | None = None
+    width: int | None = None
+    num_frames: int | None = None
+    fps: int | None = None
+    num_inference_steps: int | None = None
+    guidance_scale: float | None = None
+    max_sequence_length: int | None = None
+    max_side: int | None = None
+    """Largest height or width in pixels."""
+    max_frames: int | None = None
+    max_steps: int | None = None
+    max_n: int | None = None
+    """Most outputs of one request."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Family:
+    """How one modular pipeline class differs from the generic rules."""
+
+    preset: Preset = Preset()
+    guidance_offset: float = 0.0
+    """Added to the client's guidance scale to get the guider's: 1 where the classic formula is ``c + s * (c - u)``."""
+    encoder_needs_guider: bool = False
+    """The text block leaves its negative embeddings unset when its guider is off, so the guider stays on there."""
+    exact_timestep: bool = False
+    """The loop rounds the timestep to the weights' dtype (999 becomes 1000 in bfloat16), which the classic pipeline
+    does not; the transformer is given the scheduler's own value."""
+
+
+GENERIC = Family()
+"""What applies to a class that the table does not name."""
+
+BASE = Preset(fps=16, max_side=2048, max_frames=257, max_steps=200, max_n=4)
+"""Used where neither the model folder nor the family's preset says anything."""
+
+_WAN = Family(
+    preset=Preset(
+        height=480, width=832, num_frames=81, fps=16, num_inference_steps=50, guidance_scale=5.0, max_side=1280
+    ),
+    encoder_needs_guider=True,
+    exact_timestep=True,
+)
+
+FAMILIES: dict[str, Family] = {
+    "WanModularPipeline": _WAN,
+    "WanImage2VideoModularPipeline": _WAN,
+    "Wan22ModularPipeline": _WAN,
+    "Wan22Image2VideoModularPipeline": _WAN,
+    "QwenImageModularPipeline": Family(
+        preset=Preset(height=1328, width=1328, num_inference_steps=50, guidance_scale=4.0)
+    ),
+    "ZImageModularPipeline": Family(preset=Preset(height=1024, width=1024, guidance_scale=0.0), guidance_offset=1.0),
+}
+
+
+def family_of(modular_class: str) -> Family:
+    """The entry of a modular pipeline class, or the generic one."""
+    return FAMILIES.get(modular_class, GENERIC)

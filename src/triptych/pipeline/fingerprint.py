@@ -1,0 +1,32 @@
+"""A short string that is equal where the same inputs give the same bytes."""
+
+from __future__ import annotations
+
+import hashlib
+from importlib.metadata import version
+
+import torch
+
+
+def fingerprint(device: str, dtype: torch.dtype) -> str:
+    """Versions, device model, dtype and attention backend, with a hash of all of them at the end."""
+    from diffusers.utils.constants import DIFFUSERS_ATTN_BACKEND
+
+    parts = (
+        f"torch {torch.__version__}",
+        f"diffusers {version('diffusers')}",
+        f"transformers {version('transformers')}",
+        device_name(device),
+        str(dtype).removeprefix("torch."),
+        f"attention {DIFFUSERS_ATTN_BACKEND}",
+        f"tf32 {torch.backends.cuda.matmul.allow_tf32}",
+    )
+    text = ", ".join(parts)
+    return f"{text}, {hashlib.sha256(text.encode()).hexdigest()[:12]}"
+
+
+def device_name(device: str) -> str:
+    """The GPU's model, or the CPU's instruction set, which chooses the kernels there."""
+    if torch.device(device).type == "cuda":
+        return torch.cuda.get_device_name(device)
+    return f"cpu {torch.backends.cpu.get_cpu_capability()}"

@@ -1,0 +1,158 @@
+"""Load the roles that a process serves: their components' weights, stand-ins for all others."""
+
+from __future__ import annotations
+
+import copy
+import logging
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from triptych.config import ModelConfig
+from triptych.errors import ModelError
+from triptych.ids import ROLES, Role
+from triptych.pipeline.cut import Cut, cut
+from triptych.pipeline.families import family_of
+from triptych.pipeline.fingerprint import fingerprint
+from triptych.pipeline.modular import LoadedRole, ModularRolePipeline
+from triptych.pipeline.schema import build_schema, read_settings
+from triptych.pipeline.source import index_components, read_index, resolve_source
+from triptych.pipeline.standin import component_class, stand_in
+
+
+def load_pipeline(model: ModelConfig, roles: tuple[Role, ...], device: str) -> ModularRolePipeline:
+    """The pipeline of ``model`` with the weights of ``roles`` on ``device`` (a torch device name).
+
+    Raises `ModelError` for a folder that cannot be loaded or split, naming the component.
+    """
+    quiet_libraries()
+    folder = resolve_source(model.path)
+    index = read_index(folder)
+    dtype: torch.dtype = getattr(torch, model.effective_dtype)
+    whole = _whole_pipeline(folder)
+    parts = cut(type(whole).__name__, whole.blocks)
+    present = index_components(index)
+    _check_overrides(model.components, present)
+    wanted = _needed(parts, roles, present)
+    folder = resolve_source(model.path, wanted)
+    stand_ins = {name: stand_in(folder, name, *entry, dtype) for name, entry in present.items()}
+    _put(whole, {name: value for name, value in stand_ins.items() if value is not None})
+    loaded = _load_components(whole, wanted, present, model.components, dtype, torch.device(device))
+    family = family_of(type(whole).__name__)
+    return ModularRolePipeline(
+        loaded={role: _role_pipeline(role, whole, index, parts, loaded, stand_ins) for role in ROLES if role in roles},
+        cut=parts,
+        family=family,
+        schema=build_schema(model.path, index, whole, parts, family, read_settings(folder)),
+        fingerprint=fingerprint(device, dtype),
+        device=torch.device(device),
+    )
+
+
+def quiet_libraries() -> None:
+    """Turn off progress bars and advisory logging of the model libraries, whose errors reach us as exceptions."""
+    import diffusers.utils.logging as diffusers_logging
+    import transformers.utils.logging as transformers_logging
+
+    diffusers_logging.set_verbosity_error()
+    diffusers_logging.disable_progress_bar()
+    transformers_logging.set_verbosity_error()
+    transformers_logging.disable_progress_bar()
+    # Blocks log one traceback per nesting level for an exception that they also raise.
+    logging.getLogger("diffusers.modular_pipelines.modular_pipeline").setLevel(logging.CRITICAL)
+
+
+def _whole_pipeline(folder: Path) -> Any:
+    """The uncut modular pipeline without weights, of the class that stands for the folder's classic one."""
+    from diffusers import ModularPipeline
+
+    try:
+        pipeline = ModularPipeline.from_pretrained(str(folder))
+    except (OSError, ValueError, AttributeError, ImportError) as error:
+        raise ModelError(f"model {str(folder)!r}: no modular pipeline for it: {error}") from error
+    return pipeline
+
+
+def _check_overrides(overrides: Mapping[str, str], present: Mapping[str, tuple[str, str]]) -> None:
+    for name, path in overrides.items():
+        if name not in present:
+            raise ModelError(f"component {name!r}: the model has no such component, only {', '.join(sorted(present))}")
+        if not Path(path).expanduser().exists():
+            raise ModelError(f"component {name!r}: {path!r} does not exist")
+
+
+def _needed(parts: Cut, roles: tuple[Role, ...], present: Mapping[str, tuple[str, str]]) -> list[str]:
+    """Components that the blocks of ``roles`` load from the checkpoint, in the order of their declaration."""
+    names: dict[str, None] = {}
+    for role in roles:
+        for spec in parts.executed[role].expected_components:
+            if spec.default_creation_method != "from_pretrained":
+                continue
+            if spec.name not in present:
+                raise ModelError(f"component {spec.name!r}, which the {role} needs, is not in the model's index")
+            names[spec.name] = None
+    return list(names)
+
+
+def _put(pipeline: Any, components: Mapping[str, Any]) -> None:
+    for name, component in components.items():
+        setattr(pipeline, name, component)
+
+
+def _load_components(
+    whole: Any,
+    names: list[str],
+    present: Mapping[str, tuple[str, str]],
+    overrides: Mapping[str, str],
+    dtype: torch.dtype,
+    device: torch.device,
+) -> dict[str, Any]:
+    loaded: dict[str, Any] = {}
+    for name in names:
+        spec = whole.get_component_spec(name)
+        kind = component_class(name, *present[name])
+        options: dict[str, Any] = {}
+        if issubclass(kind, torch.nn.Module):
+            options = {"dtype": dtype, "use_safetensors": True}
+        if name in overrides:
+            options |= _override(name, Path(overrides[name]).expanduser())
+        try:
+            component = spec.load(**options)
+        except (OSError, ValueError, RuntimeError, ImportError) as error:
+            raise ModelError(f"component {name!r} cannot be loaded: {error}") from error
+        if isinstance(component, torch.nn.Module):
+            component = component.to(device).eval().requires_grad_(False)
+        loaded[name] = component
+    return loaded
+
+
+def _override(name: str, path: Path) -> dict[str, Any]:
+    """Loading options for a component's own folder, a pipeline folder that has it, or a single file."""
+    if (path / name).is_dir():
+        return {"pretrained_model_name_or_path": str(path), "subfolder": name}
+    return {"pretrained_model_name_or_path": str(path), "subfolder": ""}
+
+
+def _role_pipeline(
+    role: Role,
+    whole: Any,
+    index: dict[str, Any],
+    parts: Cut,
+    loaded: Mapping[str, Any],
+    stand_ins: Mapping[str, Any],
+) -> LoadedRole:
+    pipeline = type(whole)(blocks=parts.parts[role], config_dict=index)
+    own = {name: loaded[name] for name in pipeline.pretrained_component_names if name in loaded}
+    # What is made from a config is made by the first block of the whole pipeline that declares it; a part alone would
+    # let another block's declaration win. Each role gets its own copy.
+    made = {
+        name: copy.deepcopy(getattr(whole, name))
+        for name in pipeline.config_component_names
+        if getattr(whole, name, None) is not None
+    }
+    pipeline.register_components(**own)
+    _put(pipeline, made)
+    _put(pipeline, {n: s for n, s in stand_ins.items() if s is not None and n not in own})
+    return LoadedRole(role=role, pipeline=pipeline, blocks=parts.parts[role])

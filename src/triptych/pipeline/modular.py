@@ -1,0 +1,236 @@
+"""The roles of one cut pipeline at work: starts stages and carries state across the cut through the codec."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from triptych.errors import StageError, WireError
+from triptych.ids import Role
+from triptych.pipeline.codec import decode_state, encode_state
+from triptych.pipeline.cut import Cut
+from triptych.pipeline.decode import to_clips
+from triptych.pipeline.families import Family
+from triptych.pipeline.guard import guarded
+from triptych.pipeline.request import complete, first_state, guider_settings
+from triptych.pipeline.stage import StageOutput, StageResult, StageRun
+from triptych.pipeline.steps import StepClock, SteppedBlock, exact_timestep
+from triptych.wire.schema import RequestSchema
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class LoadedRole:
+    """One part with its components: its own with weights, all others as stand-ins."""
+
+    role: Role
+    pipeline: Any
+    blocks: Any
+
+
+class ModularRolePipeline:
+    """`RolePipeline` of a Diffusers modular pipeline. Roles of one process share weights, never state."""
+
+    def __init__(
+        self,
+        *,
+        loaded: dict[Role, LoadedRole],
+        cut: Cut,
+        family: Family,
+        schema: RequestSchema,
+        fingerprint: str,
+        device: torch.device,
+    ) -> None:
+        self._loaded = loaded
+        self._cut = cut
+        self._family = family
+        self._schema = schema
+        self._fingerprint = fingerprint
+        self._device = device
+        self._clock = StepClock()
+        if family.exact_timestep and Role.DENOISER in loaded:
+            for name, component in loaded[Role.DENOISER].pipeline.components.items():
+                if isinstance(component, torch.nn.Module) and name.startswith("transformer"):
+                    exact_timestep(component, self._clock)
+
+    @property
+    def roles(self) -> tuple[Role, ...]:
+        """Loaded roles in the order in which a request passes them."""
+        return tuple(self._loaded)
+
+    @property
+    def schema(self) -> RequestSchema:
+        """What requests may say."""
+        return self._schema
+
+    @property
+    def fingerprint(self) -> str:
+        """Equal fingerprints compute equal bytes."""
+        return self._fingerprint
+
+    @property
+    def cut(self) -> Cut:
+        """The parts and what crosses between them."""
+        return self._cut
+
+    def component(self, role: Role, name: str) -> Any:
+        """A role's component as its blocks see it; None when it is absent."""
+        return getattr(self._loaded[role].pipeline, name, None)
+
+    def start(
+        self,
+        role: Role,
+        params: Mapping[str, Any],
+        inputs: Sequence[tuple[bytes, Sequence[torch.Tensor]]],
+        images: Sequence[bytes],
+    ) -> StageRun:
+        """Begin a stage; see `RolePipeline.start`."""
+        if role not in self._loaded:
+            raise StageError(f"the {role} is not loaded here, only {', '.join(self._loaded)}", retryable=True)
+        complete_params = complete(self._schema, params)
+        with guarded(role):
+            return self._start(role, complete_params, inputs, images)
+
+    def _start(
+        self,
+        role: Role,
+        params: dict[str, Any],
+        inputs: Sequence[tuple[bytes, Sequence[torch.Tensor]]],
+        images: Sequence[bytes],
+    ) -> StageRun:
+        loaded = self._loaded[role]
+        view = request_view(loaded.pipeline, guider_settings(self._family, params, encoder=role is Role.ENCODER))
+        if role is Role.ENCODER:
+            return _WholeStage(self, role, view, _state(first_state(self._cut.whole, params, images), {}), params)
+        state = self._received(role, inputs)
+        if role is Role.DENOISER:
+            return _DenoiseStage(self, SteppedBlock(view, loaded.blocks, state, self._clock))
+        return _WholeStage(self, role, view, state, params)
+
+    def _received(self, role: Role, inputs: Sequence[tuple[bytes, Sequence[torch.Tensor]]]) -> Any:
+        if not inputs:
+            raise StageError(f"the {role} got no input")
+        values: dict[str, Any] = {}
+        kwargs_types: dict[str, list[str]] = {}
+        for tree, tensors in inputs:
+            try:
+                some, types = decode_state(tree, tensors, self._device)
+            except WireError as error:
+                raise StageError(f"the {role}'s input cannot be read: {error.message}") from error
+            if twice := values.keys() & some.keys():
+                raise StageError(f"the {role} got {', '.join(sorted(twice))} twice")
+            values |= some
+            for name, keys in types.items():
+                kwargs_types.setdefault(name, []).extend(keys)
+        return _state(values, kwargs_types)
+
+    def outputs(self, role: Role, state: Any) -> tuple[StageOutput, ...]:
+        """What a finished stage hands on.
+
+        Everything travels down the chain, except tensors that only the decoder reads and the denoiser leaves alone:
+        those go to the decoder directly.
+        """
+        values = {key: value for key, value in state.values.items() if value is not None}
+        types: dict[str, list[str]] = state.kwargs_mapping
+        for_decoder = values.keys() & self._cut.needs[Role.DECODER].of(types)
+        if role is Role.DENOISER:
+            return (_output(Role.DECODER, values, for_decoder, types),)
+        for_denoiser = values.keys() & self._cut.needs[Role.DENOISER].of(types)
+        past = {
+            key
+            for key in for_decoder - for_denoiser - self._cut.denoiser_writes
+            if isinstance(values[key], (torch.Tensor, list, tuple))
+        }
+        chain = _output(Role.DENOISER, values, (for_denoiser | for_decoder) - past, types)
+        return (chain, _output(Role.DECODER, values, past, types)) if past else (chain,)
+
+    def blocks(self, role: Role) -> Any:
+        """A role's part."""
+        return self._loaded[role].blocks
+
+
+def request_view(pipeline: Any, guidance: Mapping[str, Any]) -> Any:
+    """A shallow copy of a role's pipeline for one request: weights shared; schedulers and guiders its own."""
+    view = copy.copy(pipeline)
+    for name, component in pipeline.components.items():
+        if component is None or isinstance(component, torch.nn.Module):
+            continue
+        if hasattr(component, "set_timesteps"):
+            setattr(view, name, copy.deepcopy(component))
+        elif hasattr(component, "prepare_models"):
+            setattr(view, name, component.new(**guidance))
+    return view
+
+
+class _WholeStage:
+    """Encoder or decoder: one advance does it all."""
+
+    def __init__(
+        self, owner: ModularRolePipeline, role: Role, view: Any, state: Any, params: Mapping[str, Any]
+    ) -> None:
+        self._owner = owner
+        self._role = role
+        self._view = view
+        self._state = state
+        self._params = params
+
+    @property
+    def step(self) -> int:
+        return 0
+
+    @property
+    def steps(self) -> int:
+        return 0
+
+    def advance(self) -> StageResult:
+        view, state = self._view, self._state
+        self.cancel()
+        with guarded(self._role):
+            if state is None:
+                raise StageError(f"the {self._role} run is over")
+            _, state = self._owner.blocks(self._role)(view, state)
+            if self._role is Role.DECODER:
+                return StageResult(clips=to_clips(state.values, fps=float(self._params.get("fps", 0))))
+            return StageResult(outputs=self._owner.outputs(self._role, state))
+
+    def cancel(self) -> None:
+        self._view = self._state = None
+
+
+class _DenoiseStage:
+    """Denoiser: one advance is one step."""
+
+    def __init__(self, owner: ModularRolePipeline, stepped: SteppedBlock) -> None:
+        self._owner = owner
+        self._stepped = stepped
+
+    @property
+    def step(self) -> int:
+        return self._stepped.step
+
+    @property
+    def steps(self) -> int:
+        return self._stepped.steps
+
+    def advance(self) -> StageResult | None:
+        with guarded(Role.DENOISER):
+            state = self._stepped.advance()
+            return None if state is None else StageResult(outputs=self._owner.outputs(Role.DENOISER, state))
+
+    def cancel(self) -> None:
+        self._stepped.cancel()
+
+
+def _state(values: dict[str, Any], kwargs_types: dict[str, list[str]]) -> Any:
+    from diffusers.modular_pipelines import PipelineState
+
+    return PipelineState(values=values, kwargs_mapping=kwargs_types)
+
+
+def _output(consumer: Role, values: dict[str, Any], keys: set[str], types: dict[str, list[str]]) -> StageOutput:
+    kept = {name: [key for key in dict.fromkeys(filed) if key in keys] for name, filed in types.items()}
+    tree, tensors = encode_state({key: values[key] for key in sorted(keys)}, kept)
+    return StageOutput(consumer=consumer, tree=tree, tensors=tensors)

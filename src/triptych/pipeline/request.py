@@ -1,0 +1,119 @@
+"""Request parameters to the first pipeline state, and to the settings that are not state: guidance."""
+
+from __future__ import annotations
+
+import io
+import secrets
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from PIL import Image, ImageOps
+
+from triptych.errors import BadRequest
+from triptych.pipeline.families import Family
+from triptych.pipeline.schema import COUNT_INPUTS
+from triptych.wire.schema import Param, RequestSchema
+
+_STATE_NAMES = (
+    "prompt", "negative_prompt", "image", "height", "width", "num_frames", "num_inference_steps",
+    "guidance_scale", "max_sequence_length",
+)  # fmt: skip
+"""Parameters that pipelines take under the same name, where they take them at all."""
+
+MAX_IMAGE_PIXELS = 64 << 20
+
+
+def complete(schema: RequestSchema, params: Mapping[str, Any]) -> dict[str, Any]:
+    """``params`` with the schema's defaults filled in; raises `BadRequest` for what the schema does not allow."""
+    for name in params:
+        if schema.param(name) is None:
+            known = ", ".join(param.name for param in schema.params)
+            raise BadRequest(name, f"{name}: {schema.pipeline} takes no such parameter, only {known}")
+    return {param.name: _checked(param, params.get(param.name, param.default)) for param in schema.params}
+
+
+def first_state(blocks: Any, params: Mapping[str, Any], images: Sequence[bytes]) -> dict[str, Any]:
+    """Entries of the first state of the whole, uncut ``blocks``.
+
+    All declared inputs are set, for a part alone would apply other defaults than the whole. The random generator
+    lives on the CPU, where equal seeds draw equal numbers on any machine.
+    """
+    seed = params.get("seed")
+    known: dict[str, Any] = {name: params[name] for name in _STATE_NAMES if params.get(name) is not None}
+    if "image" in known:
+        known["image"] = _opened(known["image"], images, params)
+    known["generator"] = torch.Generator("cpu").manual_seed(secrets.randbits(53) if seed is None else seed)
+    known |= dict.fromkeys(COUNT_INPUTS, params.get("n", 1))
+    known["output_type"] = "pt"
+    return {entry.name: known.get(entry.name, entry.default) for entry in blocks.inputs if entry.name}
+
+
+def guider_settings(family: Family, params: Mapping[str, Any], *, encoder: bool) -> dict[str, Any]:
+    """What to change in the pipeline's guiders for one request."""
+    scale = params.get("guidance_scale")
+    if scale is None or (encoder and family.encoder_needs_guider):
+        return {}
+    return {"guidance_scale": float(scale) + family.guidance_offset}
+
+
+def _checked(param: Param, value: Any) -> Any:
+    name = param.name
+    if value is None:
+        if param.required:
+            raise BadRequest(name, f"{name} is required")
+        if not param.nullable:
+            raise BadRequest(name, f"{name} must not be null")
+        return None
+    if not _has_type(param, value):
+        raise BadRequest(name, f"{name}={value!r}: must be of type {param.type}")
+    if param.choices and value not in param.choices:
+        raise BadRequest(name, f"{name}={value!r}: must be one of {', '.join(param.choices)}")
+    if param.max_length is not None and isinstance(value, (str, list)) and len(value) > param.max_length:
+        raise BadRequest(name, f"{name}: {len(value)} long, at most {param.max_length} are allowed")
+    if isinstance(value, (int, float)) and not isinstance(value, bool):
+        _check_number(param, value)
+    return value
+
+
+def _has_type(param: Param, value: Any) -> bool:
+    match param.type:
+        case "string":
+            return isinstance(value, str)
+        case "integer":
+            return isinstance(value, int) and not isinstance(value, bool)
+        case "number":
+            return isinstance(value, (int, float)) and not isinstance(value, bool)
+        case "boolean":
+            return isinstance(value, bool)
+        case "image":
+            return isinstance(value, dict) and set(value) == {"blob"}
+        case "images":
+            return isinstance(value, list) and all(isinstance(item, dict) and set(item) == {"blob"} for item in value)
+
+
+def _check_number(param: Param, value: float) -> None:
+    low, high = param.minimum, param.maximum
+    if (low is not None and not value >= low) or (high is not None and not value <= high):
+        raise BadRequest(param.name, f"{param.name}={value}: must lie between {low} and {high}")
+    if param.multiple_of is not None and (value - param.remainder) % param.multiple_of:
+        more = f" plus {param.remainder}" if param.remainder else ""
+        raise BadRequest(param.name, f"{param.name}={value}: must be a multiple of {param.multiple_of}{more}")
+
+
+def _opened(reference: dict[str, Any], images: Sequence[bytes], params: Mapping[str, Any]) -> Image.Image:
+    """The referenced image in RGB, upright, cut to the requested aspect and size.
+
+    Pipelines would otherwise take height and width for an area and keep the picture's own aspect.
+    """
+    blob = reference["blob"]
+    if not isinstance(blob, int) or not 0 <= blob < len(images):
+        raise BadRequest("image", f"image: blob {blob!r} of {len(images)}")
+    try:
+        image = Image.open(io.BytesIO(images[blob]))
+        if image.width * image.height > MAX_IMAGE_PIXELS:
+            raise BadRequest("image", f"image: {image.width}x{image.height} exceeds {MAX_IMAGE_PIXELS} pixels")
+        image = ImageOps.exif_transpose(image).convert("RGB")
+    except (OSError, ValueError, SyntaxError, Image.DecompressionBombError) as error:
+        raise BadRequest("image", f"image: cannot be decoded: {error}") from error
+    return ImageOps.fit(image, (params["width"], params["height"]), Image.Resampling.LANCZOS)

@@ -1,0 +1,270 @@
+"""The request schema of a model: what its pipeline declares, bounded by its config, its settings file and the presets."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from pathlib import Path
+from typing import Any
+
+from triptych.errors import ModelError
+from triptych.ids import Role
+from triptych.pipeline.cut import Cut
+from triptych.pipeline.families import BASE, Family, Preset
+from triptych.wire.schema import HandoffSize, Param, RequestSchema
+
+SETTINGS = "triptych.json"
+"""Optional file in a model folder: {"defaults": {...}, "limits": {...}} under the names of `Preset`."""
+
+COUNT_INPUTS = ("num_videos_per_prompt", "num_images_per_prompt")
+"""What pipelines call the number of outputs."""
+
+MAX_SEED = float(2**63 - 1)
+MAX_PROMPT = 32_768
+"""Characters; the tokenizer cuts at max_sequence_length anyway."""
+
+_DEFAULTS = (
+    "height", "width", "num_frames", "fps", "num_inference_steps", "guidance_scale", "max_sequence_length",
+)  # fmt: skip
+_LIMITS = ("max_side", "max_frames", "max_steps", "max_sequence_length", "max_n")
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+class Settings:
+    """A model folder's own defaults and limits."""
+
+    defaults: dict[str, int | float] = dataclasses.field(default_factory=dict[str, "int | float"])
+    limits: dict[str, int] = dataclasses.field(default_factory=dict[str, int])
+
+
+def read_settings(folder: Path) -> Settings:
+    """The folder's `SETTINGS`; empty without the file. Raises `ModelError` for an unknown or ill-typed entry."""
+    file = folder / SETTINGS
+    if not file.is_file():
+        return Settings()
+    try:
+        content = json.loads(file.read_text())
+    except ValueError as error:
+        raise ModelError(f"{file}: not JSON: {error}") from error
+    if not isinstance(content, dict) or not set(content) <= {"defaults", "limits"}:
+        raise ModelError(f"{file}: must be an object with the entries defaults and limits")
+    return Settings(
+        defaults=_numbers(file, "defaults", content.get("defaults", {}), _DEFAULTS),
+        limits=_numbers(file, "limits", content.get("limits", {}), _LIMITS),
+    )
+
+
+def build_schema(
+    model: str, index: dict[str, Any], whole: Any, parts: Cut, family: Family, settings: Settings
+) -> RequestSchema:
+    """The schema of ``model``. ``whole`` is the uncut pipeline with stand-ins, which knows every config."""
+    builder = _Builder(whole, parts, family, settings)
+    output = "video" if "videos" in builder.outputs else "image"
+    params = builder.params(output)
+    return RequestSchema(
+        model=model,
+        pipeline=index["_class_name"],
+        split="modular",
+        task=f"{'image' if 'image' in parts.given else 'text'}-to-{output}",
+        output=output,
+        params=tuple(params),
+        handoff=builder.handoff(),
+    )
+
+
+class _Builder:
+    def __init__(self, whole: Any, parts: Cut, family: Family, settings: Settings) -> None:
+        self._whole = whole
+        self._parts = parts
+        self._family = family
+        self._settings = settings
+        self._inputs = {entry.name: entry for entry in parts.whole.inputs if entry.name}
+        self.outputs = {entry.name for entry in parts.whole.outputs}
+
+    def params(self, output: str) -> list[Param]:
+        """All parameters, in the order in which people think of them."""
+        found = [
+            Param(name="prompt", type="string", required=True, max_length=MAX_PROMPT, description="What to show."),
+            *self._negative_prompt(),
+            *self._image(),
+            self._side("height"),
+            self._side("width"),
+            *(self._video() if output == "video" else ()),
+            self._steps(),
+            *self._guidance(),
+            Param(name="seed", type="integer", nullable=True, minimum=0, maximum=MAX_SEED,
+                  description="Equal seeds give equal outputs; None draws one."),
+            *self._sequence_length(),
+            *self._count(),
+            Param(name="output_format", type="string", nullable=True,
+                  choices=(*(("mp4",) if output == "video" else ()), "png", "jpeg", "webp"),
+                  description="File format; None is mp4 for a clip and png for a single frame."),
+        ]  # fmt: skip
+        return found
+
+    def handoff(self) -> HandoffSize:
+        """Bounds of the tensors that cross: latents (with image conditions), and embeddings of two prompts."""
+        channels = self._fact("num_channels_latents", 16)
+        if "image" in self._parts.given:
+            channels = max(channels, int(_config(self._whole, "transformer", "in_channels") or channels))
+        width = sum(_hidden_size(component) for component in self._whole.components.values())
+        longest = self._limit("max_sequence_length") or self._default("max_sequence_length") or 512
+        return HandoffSize(
+            channels=channels,
+            spatial=self._spatial,
+            temporal=self._temporal,
+            item_bytes=4,
+            text_bytes=int(2 * 4 * longest * width + (1 << 16)),
+        )
+
+    # -- single parameters ----------------------------------------------------------------------------------------
+
+    def _negative_prompt(self) -> list[Param]:
+        if "negative_prompt" not in self._inputs:
+            return []
+        return [Param(name="negative_prompt", type="string", nullable=True, max_length=MAX_PROMPT,
+                      description="What to avoid; needs guidance.")]  # fmt: skip
+
+    def _image(self) -> list[Param]:
+        if "image" not in self._parts.given:
+            return []
+        return [Param(name="image", type="image", required=True, description="The picture to start from.")]
+
+    def _side(self, name: str) -> Param:
+        multiple = self._side_multiple
+        most = self._limit("max_side") or 2048
+        most -= most % multiple
+        default = self._default(name) or self._fact(f"default_{name}", 0) or min(most, 512)
+        return Param(name=name, type="integer", default=default, minimum=multiple, maximum=most, multiple_of=multiple,
+                     description="Pixels.")  # fmt: skip
+
+    def _video(self) -> list[Param]:
+        params: list[Param] = []
+        if "num_frames" in self._inputs:
+            most = self._limit("max_frames") or 257
+            default = self._default("num_frames") or self._fact("default_num_frames", 1)
+            params.append(Param(name="num_frames", type="integer", default=default, minimum=1, maximum=most,
+                                multiple_of=self._temporal, remainder=1 % self._temporal,
+                                description="Frames of the clip; 1 gives an image."))  # fmt: skip
+        params.append(Param(name="fps", type="integer", default=self._default("fps"), minimum=1, maximum=120,
+                            description="Frames per second of the file."))  # fmt: skip
+        return params
+
+    def _steps(self) -> Param:
+        default = self._default("num_inference_steps") or self._inputs["num_inference_steps"].default or 50
+        return Param(name="num_inference_steps", type="integer", default=default, minimum=1,
+                     maximum=self._limit("max_steps"), description="Denoising steps.")  # fmt: skip
+
+    def _guidance(self) -> list[Param]:
+        offset = self._family.guidance_offset
+        if "guidance_scale" in self._inputs:
+            default, least = self._inputs["guidance_scale"].default, 0.0
+        elif (scale := guider_scale(self._whole)) is not None:
+            default, least = scale - offset, 1.0 - offset
+        else:
+            return []
+        preset = self._default("guidance_scale")
+        return [Param(name="guidance_scale", type="number", default=float(default if preset is None else preset),
+                      minimum=least, maximum=100.0,
+                      description="How strongly the prompt steers; the minimum turns guidance off."),
+               ]  # fmt: skip
+
+    def _sequence_length(self) -> list[Param]:
+        if "max_sequence_length" not in self._inputs:
+            return []
+        declared = self._inputs["max_sequence_length"].default or 512
+        return [Param(name="max_sequence_length", type="integer",
+                      default=self._default("max_sequence_length") or declared, minimum=8,
+                      maximum=self._limit("max_sequence_length") or declared,
+                      description="Tokens of the prompt that are read.")]  # fmt: skip
+
+    def _count(self) -> list[Param]:
+        if not any(name in self._inputs for name in COUNT_INPUTS):
+            return []
+        return [Param(name="n", type="integer", default=1, minimum=1, maximum=self._limit("max_n"),
+                      description="Outputs of one request.")]  # fmt: skip
+
+    # -- facts of the model ---------------------------------------------------------------------------------------
+
+    def _default(self, name: str) -> Any:
+        found = self._settings.defaults.get(name)
+        return _preset(self._family.preset, name) if found is None else found
+
+    def _limit(self, name: str) -> int | None:
+        found = self._settings.limits.get(name)
+        if found is None:
+            found = _preset(self._family.preset, name)
+        reach = self._positions.get(name)
+        return found if found is None or reach is None else min(found, reach)
+
+    def _fact(self, name: str, otherwise: int) -> int:
+        value = getattr(self._whole, name, None)
+        return int(value) if isinstance(value, (int, float)) else otherwise
+
+    @property
+    def _spatial(self) -> int:
+        return self._fact("vae_scale_factor", 0) or self._fact("vae_scale_factor_spatial", 8)
+
+    @property
+    def _temporal(self) -> int:
+        return self._fact("vae_scale_factor_temporal", 1) if "num_frames" in self._inputs else 1
+
+    @property
+    def _side_multiple(self) -> int:
+        """Latents are patched two by two, in the transformer or before it."""
+        return self._spatial * max(2, self._patch[-1])
+
+    @property
+    def _patch(self) -> tuple[int, ...]:
+        patch = _config(self._whole, "transformer", "patch_size")
+        return tuple(patch) if isinstance(patch, (tuple, list)) else (int(patch or 1),)
+
+    @property
+    def _positions(self) -> dict[str, int]:
+        """How far the transformer's rotary position table reaches, in pixels and frames."""
+        table = _config(self._whole, "transformer", "rope_max_seq_len")
+        if not isinstance(table, int) or len(self._patch) != 3:
+            return {}
+        frames = self._temporal * (table * self._patch[0] - 1) + 1
+        return {"max_side": table * self._patch[-1] * self._spatial, "max_frames": frames}
+
+
+def guider_scale(pipeline: Any) -> float | None:
+    """Scale of the pipeline's own guider; None when it has none."""
+    scale = getattr(getattr(pipeline, "guider", None), "guidance_scale", None)
+    return None if scale is None else float(scale)
+
+
+def _preset(preset: Preset, name: str) -> Any:
+    found = getattr(preset, name)
+    return getattr(BASE, name) if found is None else found
+
+
+def _config(pipeline: Any, component: str, key: str) -> Any:
+    return getattr(getattr(getattr(pipeline, component, None), "config", None), key, None)
+
+
+def _hidden_size(component: Any) -> int:
+    config = getattr(component, "config", None)
+    config = getattr(config, "text_config", config)
+    for name in ("d_model", "hidden_size"):
+        value = getattr(config, name, None)
+        if isinstance(value, int):
+            return value
+    return 0
+
+
+def _numbers(file: Path, section: str, entries: Any, known: tuple[str, ...]) -> dict[str, Any]:
+    if not isinstance(entries, dict):
+        raise ModelError(f"{file}: {section} must be an object")
+    for name, value in entries.items():
+        if name not in known:
+            raise ModelError(f"{file}: {section} has no entry {name!r}, only {', '.join(known)}")
+        if isinstance(value, bool) or not isinstance(value, (int, float)):
+            raise ModelError(f"{file}: {section}.{name} must be a number, not {value!r}")
+    return entries
+
+
+def role_blocks(parts: Cut) -> dict[Role, tuple[str, ...]]:
+    """Names of the blocks that each role runs, for display."""
+    return {role: tuple(executed.sub_blocks) for role, executed in parts.executed.items()}

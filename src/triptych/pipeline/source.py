@@ -1,0 +1,77 @@
+"""Where a model comes from: an embedded name, a local Diffusers folder, or a Hub id of which only some parts are fetched."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+from triptych.errors import ModelError
+from triptych.models import EMBEDDED
+
+INDEX = "model_index.json"
+
+_CONFIGS = ("*.json", "*.txt", "*.jinja", "tokenizer*/*", "processor*/*")
+_WEIGHTS = ("safetensors", "safetensors.index.json", "json")
+
+
+def resolve_source(path: str, components: Iterable[str] | None = None) -> Path:
+    """The local folder of a model.
+
+    ``path`` is an embedded name (``tiny``), a Diffusers-layout folder, or a Hub id. For a Hub id, configs and
+    tokenizers are always fetched and weights only for ``components``; None fetches no weights.
+    Raises `ModelError` that says what was tried.
+    """
+    if path in EMBEDDED:
+        return EMBEDDED[path]
+    folder = Path(path).expanduser()
+    if folder.is_dir():
+        if not (folder / INDEX).is_file():
+            raise ModelError(f"model {path!r}: the folder has no {INDEX}, so it is not a Diffusers pipeline")
+        return folder
+    if not _is_hub_id(path):
+        raise ModelError(
+            f"model {path!r}: no such folder; give a Diffusers folder, a Hub id like owner/name, "
+            f"or an embedded model ({', '.join(sorted(EMBEDDED))})"
+        )
+    patterns = [*_CONFIGS, *(f"{name}/*.{kind}" for name in components or () for kind in _WEIGHTS)]
+    return _fetch(path, patterns)
+
+
+def read_index(folder: Path) -> dict[str, Any]:
+    """The pipeline's index: class name, configuration values, and [library, class] of each component."""
+    try:
+        index = json.loads((folder / INDEX).read_text())
+    except (OSError, ValueError) as error:
+        raise ModelError(f"model {str(folder)!r}: {INDEX} cannot be read: {error}") from error
+    if not isinstance(index, dict) or not isinstance(index.get("_class_name"), str):
+        raise ModelError(f"model {str(folder)!r}: {INDEX} does not name a pipeline class")
+    return index
+
+
+def index_components(index: dict[str, Any]) -> dict[str, tuple[str, str]]:
+    """Component name -> (library, class name) of what the checkpoint really has."""
+    return {
+        name: (value[0], value[1])
+        for name, value in index.items()
+        if isinstance(value, list) and len(value) == 2 and all(isinstance(part, str) for part in value)
+    }
+
+
+def _is_hub_id(path: str) -> bool:
+    owner, _, name = path.partition("/")
+    return bool(owner and name) and "/" not in name and not path.startswith((".", "~"))
+
+
+def _fetch(repo: str, patterns: list[str]) -> Path:
+    from huggingface_hub import snapshot_download
+    from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
+
+    try:
+        folder = Path(snapshot_download(repo, allow_patterns=patterns))
+    except (HfHubHTTPError, HFValidationError, LocalEntryNotFoundError, OSError) as error:
+        raise ModelError(f"model {repo!r}: neither a local folder nor to be had from the Hub: {error}") from error
+    if not (folder / INDEX).is_file():
+        raise ModelError(f"model {repo!r}: the repository has no {INDEX}, so it is not a Diffusers pipeline")
+    return folder

@@ -1,0 +1,81 @@
+"""Weightless stand-ins for the components of other roles.
+
+Blocks ask components that they do not run for facts (compression factors, channel counts, latent statistics). Without
+them Diffusers silently falls back to constants, so a role gets every other component in a form that has its real
+config, and its real small buffers where the folder holds them, but no weights.
+"""
+
+from __future__ import annotations
+
+import importlib
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from triptych.errors import ModelError
+
+
+class ConfigOnly:
+    """A text or image model reduced to its config and dtype."""
+
+    def __init__(self, config: Any, dtype: torch.dtype) -> None:
+        self.config = config
+        self.dtype = dtype
+
+
+def component_class(name: str, library: str, class_name: str) -> type[Any]:
+    """The class that a model index names; raises `ModelError` for one that the installed libraries lack."""
+    if library not in ("diffusers", "transformers"):
+        raise ModelError(f"component {name!r}: library {library!r} is neither diffusers nor transformers")
+    found = getattr(importlib.import_module(library), class_name, None)
+    if not isinstance(found, type):
+        raise ModelError(f"component {name!r}: the installed {library} has no class {class_name!r}")
+    return found
+
+
+def stand_in(folder: Path, name: str, library: str, class_name: str, dtype: torch.dtype) -> Any | None:
+    """A stand-in for component ``name`` of a model folder; None for tokenizers and processors.
+
+    Schedulers and other parts that consist of a config alone are loaded for real.
+    """
+    from diffusers import ConfigMixin
+    from transformers import PreTrainedModel
+
+    kind = component_class(name, library, class_name)
+    try:
+        if library == "transformers":
+            if not issubclass(kind, PreTrainedModel):
+                return None
+            return ConfigOnly(kind.config_class.from_pretrained(folder / name), dtype)
+        if not issubclass(kind, torch.nn.Module):
+            return kind.from_pretrained(folder, subfolder=name) if issubclass(kind, ConfigMixin) else None
+        return _meta_module(folder, name, kind, dtype)
+    except (OSError, ValueError, TypeError) as error:
+        raise ModelError(f"component {name!r}: its config cannot be read: {error}") from error
+
+
+def _meta_module(folder: Path, name: str, kind: Any, dtype: torch.dtype) -> torch.nn.Module:
+    with torch.device("meta"):
+        module: torch.nn.Module = kind.from_config(kind.load_config(folder, subfolder=name))
+    module = module.to(dtype).eval()
+    for parameter in module.parameters():
+        parameter.requires_grad_(False)
+    _fill_buffers(module, folder / name, dtype)
+    return module
+
+
+def _fill_buffers(module: torch.nn.Module, folder: Path, dtype: torch.dtype) -> None:
+    from safetensors import safe_open
+
+    wanted = {name for name, _ in module.named_buffers()}
+    if not wanted:
+        return
+    for file in sorted(folder.glob("*.safetensors")):
+        with safe_open(file, "pt") as tensors:
+            for key in wanted.intersection(tensors.keys()):
+                value = tensors.get_tensor(key)
+                owner, _, leaf = key.rpartition(".")
+                module.get_submodule(owner).register_buffer(
+                    leaf, value.to(dtype) if value.is_floating_point() else value
+                )
