@@ -1,0 +1,253 @@
+"""Opens an instance's data plane, and the pooled plane: one registered pool, reached by several carriers."""
+
+from __future__ import annotations
+
+import itertools
+import logging
+import threading
+import time
+from collections.abc import Callable, Sequence
+
+import torch
+
+from triptych.config import TransferConfig
+from triptych.errors import ConfigError, TransferError
+from triptych.ids import CopyId, Epoch, InstanceId, RequestId
+from triptych.transport.data import layout
+from triptych.transport.data.carrier import Allocate, Carrier, within_pool
+from triptych.transport.data.local import LocalPlane
+from triptych.transport.data.pool import Pool
+from triptych.transport.data.protocol import DataPlane, Payload, Pull
+from triptych.transport.data.shm import Segment, ShmCarrier
+from triptych.transport.host import host_id
+from triptych.wire.manifest import Locator, Manifest
+
+_log = logging.getLogger(__name__)
+
+
+def open_plane(config: TransferConfig, instance: InstanceId, epoch: Epoch, device: str) -> DataPlane:
+    """The data plane that ``config`` asks for, for one life (``epoch``) of an instance that computes on ``device``.
+
+    ``local`` hands over inside the process only. ``shm`` and ``mooncake`` force that plane, also for a handoff to
+    oneself. ``auto`` reads its own pool directly, other processes of the host by shared memory, and other hosts by
+    Mooncake, whose engine is started only when peers of other hosts could reach ``hostname``.
+
+    Raises `ConfigError` when the plane cannot be had.
+    """
+    if config.kind == "local":
+        return LocalPlane(instance=instance, epoch=epoch, pool_bytes=config.pool_bytes)
+    return PooledPlane(config, instance, epoch, pinned=torch.device(device).type == "cuda")
+
+
+class OwnCarrier:
+    """Copies out of the instance's own pool, for a handoff between two roles of one instance."""
+
+    plane = "local"
+
+    def __init__(self, pool: Pool, lock: threading.Lock, segment: Segment, epoch: Epoch) -> None:
+        self._pool = pool
+        self._lock = lock
+        self._segment = segment
+        self._epoch = epoch
+
+    def locator(self, offset: int) -> Locator:
+        """How we find our own copy again."""
+        return Locator(
+            plane=self.plane,
+            host=host_id(),
+            address=self._epoch,
+            offset=offset,
+            pool_bytes=self._segment.nbytes,
+        )
+
+    def reaches(self, locator: Locator) -> bool:
+        """Whether the copy was staged in this life of this instance."""
+        return locator.plane == self.plane and locator.address == self._epoch
+
+    def fetch(
+        self,
+        manifest: Manifest,
+        locator: Locator,
+        allocate: Allocate,
+        *,
+        deadline: float,
+        cancelled: Callable[[], bool],
+    ) -> torch.Tensor:
+        """The bytes of our own copy, uint8 [nbytes], pinned while it is read."""
+        with self._lock:
+            block = self._pool.pin(manifest.copy)
+        if block is None:
+            raise TransferError(f"local: copy {manifest.copy} ({manifest.nbytes} bytes) is not kept any more")
+        try:
+            within_pool(manifest, locator, self._segment.nbytes)
+            if block.offset != locator.offset or block.size < manifest.nbytes:
+                raise TransferError(f"local: copy {manifest.copy} is not where its manifest says")
+            out = allocate(manifest.nbytes)
+            out.copy_(self._segment.memory[block.offset : block.offset + manifest.nbytes])
+            return out
+        finally:
+            with self._lock:
+                self._pool.unpin(manifest.copy)
+
+    def close(self) -> None:
+        """Nothing of its own to give back."""
+
+
+class PooledPlane:
+    """A `DataPlane` over one pool of shared memory, which all carriers serve.
+
+    With ``pinned`` the pool and the pulled payloads are page-locked, so that copies to and from a GPU run at the
+    speed of the bus. Payloads come on the CPU.
+    """
+
+    def __init__(self, config: TransferConfig, instance: InstanceId, epoch: Epoch, *, pinned: bool) -> None:
+        self._instance = instance
+        self._epoch = epoch
+        self._pinned = pinned
+        self._lock = threading.Lock()
+        self._manifests: dict[CopyId, Manifest] = {}
+        self._numbers = itertools.count()
+        self._closed = False
+        self._segment = Segment(config.pool_bytes)
+        self._pool = Pool(config.pool_bytes)
+        self._carriers: list[Carrier] = []
+        if config.kind == "auto":
+            self._carriers.append(OwnCarrier(self._pool, self._lock, self._segment, epoch))
+        if config.kind in ("auto", "shm"):
+            self._carriers.append(ShmCarrier(self._segment))
+        self.pool_bytes = self._pool.stage_capacity
+        self.planes: tuple[str, ...] = tuple(carrier.plane for carrier in self._carriers)
+        if pinned:
+            _pin(self._segment.memory)
+
+    # -- staging -----------------------------------------------------------------------------------------------
+
+    def stage(self, request: RequestId, payload: Payload) -> Manifest:
+        """Copy the payload into the pool and describe it. Raises `TooLarge` or `PoolFull`.
+
+        Tensors on a GPU are read on the calling thread's current stream, which is waited for.
+        """
+        entries, nbytes = layout.plan(payload.tensors)
+        copy = CopyId(f"{self._epoch}.{next(self._numbers)}")
+        with self._lock:
+            block = self._pool.stage(copy, nbytes)
+            self._forget_gone()
+        try:
+            memory = self._segment.memory[block.offset : block.offset + nbytes]
+            layout.write(payload.tensors, entries, memory)
+            manifest = Manifest(
+                copy=copy,
+                request=request,
+                producer=self._instance,
+                epoch=self._epoch,
+                nbytes=nbytes,
+                checksum=layout.checksum(memory),
+                tensors=entries,
+                tree=payload.tree,
+                locators=tuple(carrier.locator(block.offset) for carrier in self._carriers),
+            )
+        except BaseException:
+            with self._lock:
+                self._pool.release(copy)
+                self._pool.unpin(copy)
+            raise
+        with self._lock:
+            self._manifests[copy] = manifest
+            self._pool.unpin(copy)
+            self._forget_gone()
+        return manifest
+
+    # -- pulling -----------------------------------------------------------------------------------------------
+
+    def pull(self, manifest: Manifest, *, deadline: float, cancelled: Callable[[], bool]) -> Pull:
+        """Fetch a copy by the best plane that both ends have, and verify it. Raises `TransferError`."""
+        started = time.monotonic()
+        layout.check(manifest)
+        carrier, locator = self._choose(manifest)
+        what = f"{carrier.plane}: copy {manifest.copy} ({manifest.nbytes} bytes) of {manifest.producer}"
+        if cancelled():
+            raise TransferError(f"{what}: the pull was cancelled")
+        if started >= deadline:
+            raise TransferError(f"{what}: the deadline passed before the pull began")
+        if manifest.nbytes:
+            data = carrier.fetch(manifest, locator, self._allocate, deadline=deadline, cancelled=cancelled)
+        else:
+            data = self._allocate(0)
+        if layout.checksum(data) != manifest.checksum:
+            raise TransferError(f"{what}: the checksum is wrong: it was overwritten or damaged on the way")
+        payload = Payload(tree=manifest.tree, tensors=layout.read(manifest.tensors, data))
+        return Pull(payload=payload, plane=carrier.plane, nbytes=manifest.nbytes, seconds=time.monotonic() - started)
+
+    def _choose(self, manifest: Manifest) -> tuple[Carrier, Locator]:
+        for carrier in self._carriers:
+            for locator in manifest.locators:
+                if carrier.reaches(locator):
+                    return carrier, locator
+        offered = ", ".join(locator.plane for locator in manifest.locators) or "none"
+        raise TransferError(
+            f"no data plane in common with {manifest.producer}: it offers {offered}, this instance has "
+            f"{', '.join(self.planes)}; planes other than mooncake need one host"
+        )
+
+    def _allocate(self, nbytes: int) -> torch.Tensor:
+        try:
+            return torch.empty(nbytes, dtype=torch.uint8, pin_memory=self._pinned)
+        except RuntimeError as error:
+            raise TransferError(f"no memory for a handoff of {nbytes} bytes: {error}") from error
+
+    # -- books -------------------------------------------------------------------------------------------------
+
+    def release(self, copies: Sequence[CopyId]) -> None:
+        """Free copies; unknown ones are ignored."""
+        with self._lock:
+            for copy in copies:
+                self._pool.release(copy)
+            self._forget_gone()
+
+    def copies(self) -> tuple[Manifest, ...]:
+        """The copies that are staged now."""
+        with self._lock:
+            return tuple(self._manifests.values())
+
+    def take_dropped(self) -> tuple[CopyId, ...]:
+        """Copies that were dropped under pressure since the last call."""
+        with self._lock:
+            self._forget_gone()
+            return self._pool.take_dropped()
+
+    def _forget_gone(self) -> None:
+        for copy in self._manifests.keys() - set(self._pool.staged()):
+            del self._manifests[copy]
+
+    @property
+    def used_bytes(self) -> int:
+        """Bytes of the pool that are staged, being received, or held back for unfinished transfers."""
+        with self._lock:
+            return self._pool.used_bytes
+
+    def check_integrity(self) -> None:
+        """Raise AssertionError when the books do not add up."""
+        with self._lock:
+            self._pool.check_integrity()
+            assert self._manifests.keys() <= set(self._pool.staged()), "a manifest without a copy"
+
+    def close(self) -> None:
+        """Give everything back; peers that still pull get an error."""
+        if self._closed:
+            return
+        self._closed = True
+        for carrier in self._carriers:
+            carrier.close()
+        if self._pinned:
+            _unpin(self._segment.memory)
+        self._segment.close()
+
+
+def _pin(memory: torch.Tensor) -> None:
+    status = int(torch.cuda.cudart().cudaHostRegister(memory.data_ptr(), memory.numel(), 0))  # type: ignore[union-attr]
+    if status != 0:
+        raise ConfigError(f"disagg-transfer-pool-size={memory.numel()}: CUDA cannot page-lock it (error {status})")
+
+
+def _unpin(memory: torch.Tensor) -> None:
+    torch.cuda.cudart().cudaHostUnregister(memory.data_ptr())  # type: ignore[union-attr]
