@@ -1,3 +1,28 @@
 """Triptych serves diffusion pipelines split into encoder, denoiser and decoder processes."""
 
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from triptych.launch.args import ServerArgs
+    from triptych.launch.pool import launch_pool_disagg_server
+
 __version__ = "0.1.0"
+
+__all__ = ["ServerArgs", "__version__", "launch_pool_disagg_server"]
+
+
+def __getattr__(name: str) -> Any:
+    """Load the launching part on first use, so that ``import triptych`` stays instant."""
+    match name:
+        case "ServerArgs":
+            from triptych.launch.args import ServerArgs
+
+            return ServerArgs
+        case "launch_pool_disagg_server":
+            from triptych.launch.pool import launch_pool_disagg_server
+
+            return launch_pool_disagg_server
+        case _:
+            raise AttributeError(f"module 'triptych' has no attribute {name!r}")

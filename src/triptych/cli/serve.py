@@ -1,0 +1,78 @@
+"""`triptych serve`: one process of a deployment, or the server with one instance that computes all roles."""
+
+from __future__ import annotations
+
+import argparse
+import logging
+import os
+import signal
+import sys
+
+from triptych.cli.arguments import said_options
+from triptych.errors import ConfigError
+from triptych.ids import ROLES
+from triptych.launch.args import ServerArgs
+from triptych.launch.supervised import follow_supervisor
+
+log = logging.getLogger("triptych")
+
+
+def run(args: argparse.Namespace) -> int:
+    """Serve until a signal; returns the exit status."""
+    follow_supervisor()
+    logging.basicConfig(level=logging.INFO, stream=sys.stderr, format="%(asctime)s %(levelname)s %(name)s: %(message)s")
+    logging.getLogger("httpx").setLevel(logging.WARNING)
+    options = ServerArgs.from_kwargs(**said_options(args))
+    options.check_applies()
+    match options.kind:
+        case "server":
+            from triptych.launch.serving import run_server
+
+            return run_server(options.server_config())
+        case "instance":
+            return _run_instance(options)
+        case "monolithic":
+            return _run_monolithic(options)
+
+
+def _run_instance(options: ServerArgs) -> int:
+    options.instance_config(default_device="cpu")  # what is impossible is said before torch is loaded
+    from triptych.launch.device import detect_device
+    from triptych.worker.process import run_instance
+
+    return run_instance(options.instance_config(default_device=options.device or detect_device()))
+
+
+def _run_monolithic(options: ServerArgs) -> int:
+    """The server in this process, and one child that computes; tensors stay in the child's own memory."""
+    from triptych.launch.group import Group, ProcessStatus
+    from triptych.launch.plan import instance_spec
+    from triptych.launch.ports import free_ports
+    from triptych.launch.serving import run_server
+
+    if options.model_path is None:
+        raise ConfigError("a model is needed: triptych serve MODEL (a folder, Hub id, or the embedded tiny)")
+    config = options.server_config()
+    spec = instance_spec(
+        options,
+        name="instance",
+        roles=ROLES,
+        gpus=(options.base_gpu_id,),
+        work_port=free_ports(1)[0],
+        threads=1,
+        disagg_transfer="local",
+    )
+
+    def report(status: ProcessStatus) -> None:
+        log.info("%s (pid %s): %s %s", status.name, status.pid, status.state, status.detail)
+        if status.state == "failed":  # a server that nothing can ever compute for should not stay
+            os.kill(os.getpid(), signal.SIGTERM)
+
+    group = Group([spec], on_change=report)
+    try:
+        status = run_server(config, on_started=group.start)
+    finally:
+        group.stop()
+    if group.failure:
+        raise ConfigError(group.failure)
+    return status

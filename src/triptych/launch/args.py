@@ -1,0 +1,165 @@
+"""`ServerArgs`: a thin reading of serving keywords into the settings of each component."""
+
+from __future__ import annotations
+
+import difflib
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Self
+
+from triptych.config import (
+    MIB,
+    DeviceType,
+    DispatchPolicy,
+    DTypeName,
+    InstanceConfig,
+    ModelConfig,
+    RouterConfig,
+    ServerConfig,
+    TransferConfig,
+    TransferKind,
+)
+from triptych.errors import ConfigError
+from triptych.ids import ROLES, Role
+from triptych.launch.options import BY_NAME, OPTIONS, Kind
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ServerArgs:
+    """The serving options of one process or of a whole group; the fields are the options of `triptych serve`.
+
+    `triptych.launch.options` documents each. Build it with `from_kwargs`, which reads and checks the values.
+    """
+
+    model_path: str | None = None
+    disagg_role: str = "monolithic"
+    disagg_server_addr: str | None = None
+    scheduler_port: int = 5555
+    host: str = "127.0.0.1"
+    port: int = 30000
+    num_gpus: int = 1
+    base_gpu_id: int = 0
+    device: DeviceType | None = None
+    dtype: DTypeName | None = None
+    encoder_urls: tuple[str, ...] = ()
+    denoiser_urls: tuple[str, ...] = ()
+    decoder_urls: tuple[str, ...] = ()
+    disagg_timeout: float = 600.0
+    queue_timeout: float = 600.0
+    disagg_dispatch_policy: DispatchPolicy = "round_robin"
+    disagg_p2p_hostname: str = "127.0.0.1"
+    disagg_ib_device: str | None = None
+    disagg_transfer_pool_size: int = 256 * MIB
+    disagg_transfer: TransferKind = "auto"
+    component: dict[str, str] = field(default_factory=dict[str, str])
+    max_running_requests: int = 1
+    slots: int = 2
+    insecure: bool = False
+    output_dir: str = "outputs"
+    given: frozenset[str] = frozenset()
+    """Names that were said, as against defaults."""
+
+    @classmethod
+    def from_kwargs(cls, **kwargs: Any) -> Self:
+        """Read keywords named as the flags of ``triptych serve``, with underscores.
+
+        Raises `ConfigError` for an unknown keyword, naming the nearest known one, and for a value that the option
+        cannot take, naming what it accepts.
+        """
+        for name in kwargs:
+            if name not in BY_NAME:
+                near = difflib.get_close_matches(name, BY_NAME, n=1)
+                hint = f"; did you mean {near[0]}?" if near else f"; known are {', '.join(BY_NAME)}"
+                raise ConfigError(f"{name}: unknown option{hint}")
+        said = {name: BY_NAME[name].read(BY_NAME[name].flag, value) for name, value in kwargs.items()}
+        return cls(**said, given=frozenset(said))
+
+    @property
+    def kind(self) -> Kind:
+        """What a process with these options is."""
+        if self.disagg_role == "monolithic":
+            return "monolithic"
+        return "server" if self.disagg_role == "server" else "instance"
+
+    @property
+    def roles(self) -> tuple[Role, ...]:
+        """The roles that it computes."""
+        match self.kind:
+            case "monolithic":
+                return ROLES
+            case "server":
+                return ()
+            case "instance":
+                return tuple(Role(name) for name in self.disagg_role.split(","))
+
+    def check_applies(self) -> None:
+        """Raise `ConfigError` for an option that was said though a process of this kind does not read it."""
+        for option in OPTIONS:
+            if option.name in self.given and self.kind not in option.kinds:
+                readers = " or ".join(sorted(option.kinds))
+                raise ConfigError(
+                    f"{option.flag} does not apply to --disagg-role {self.disagg_role}: {readers} processes read it"
+                )
+
+    def server_config(self) -> ServerConfig:
+        """Settings of the router and HTTP door."""
+        urls = {
+            Role.ENCODER: self.encoder_urls,
+            Role.DENOISER: self.denoiser_urls,
+            Role.DECODER: self.decoder_urls,
+        }
+        return ServerConfig(
+            host=self.host,
+            port=self.port,
+            scheduler_port=self.scheduler_port,
+            instance_urls={role: addresses for role, addresses in urls.items() if addresses},
+            run_timeout=self.disagg_timeout,
+            queue_timeout=self.queue_timeout,
+            output_dir=Path(self.output_dir),
+            insecure=self.insecure,
+            router=RouterConfig(dispatch_policy=self.disagg_dispatch_policy),
+        )
+
+    def instance_config(self, *, default_device: DeviceType) -> InstanceConfig:
+        """Settings of a role instance; ``default_device`` is where it computes when the options do not say."""
+        if self.model_path is None:
+            raise ConfigError(f"--model-path is needed with --disagg-role {self.disagg_role}")
+        if self.disagg_server_addr is None:
+            raise ConfigError(
+                f"--disagg-server-addr is needed with --disagg-role {self.disagg_role}: tcp://host:port of the "
+                "server's frontend"
+            )
+        if self.num_gpus != 1:
+            raise ConfigError(
+                f"--num-gpus {self.num_gpus}: must be 1, an instance computes on one GPU; start one instance per GPU"
+            )
+        return InstanceConfig(
+            roles=self.roles,
+            server_addr=self.disagg_server_addr,
+            work_port=self.scheduler_port,
+            transfer=TransferConfig(
+                kind=self.disagg_transfer,
+                hostname=self.disagg_p2p_hostname,
+                ib_device=self.disagg_ib_device,
+                pool_bytes=self.disagg_transfer_pool_size,
+            ),
+            model=ModelConfig(
+                path=self.model_path,
+                device=self.device or default_device,
+                dtype=self.dtype,
+                components=self.component,
+            ),
+            gpu_ids=(self.base_gpu_id,),
+            slots=self.slots,
+            max_running=self.max_running_requests,
+            insecure=self.insecure,
+        )
+
+    def words_for(self, kind: Kind, **overrides: Any) -> list[str]:
+        """Command line words that start a ``triptych serve`` process of this kind with what was said here.
+
+        ``overrides`` are said besides, or instead.
+        """
+        said = {option.name: getattr(self, option.name) for option in OPTIONS if option.name in self.given}
+        said = {name: value for name, value in said.items() if kind in BY_NAME[name].kinds} | overrides
+        return [word for option in OPTIONS if option.name in said for word in option.words(said[option.name])]

@@ -1,0 +1,256 @@
+"""A group of `triptych serve` processes on one machine: started, watched, restarted when they die, stopped together.
+
+One supervising thread starts every child, because Linux ties a child's parent-death signal to the thread that started
+it. Each child runs in a session of its own, so that Ctrl+C in a terminal reaches the supervisor alone, which then stops
+the children in good order.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Literal, TypeAlias
+
+from triptych.launch.supervised import ENVIRONMENT
+
+ProcessState: TypeAlias = Literal["starting", "running", "restarting", "stopped", "failed"]
+
+FIRST_DELAY = 0.5
+LONGEST_DELAY = 15.0
+"""Seconds between a death and the next start: doubled from the first to the longest."""
+GOOD_LIFE = 30.0
+"""Seconds of life after which the delay starts from the first again."""
+STOP_SECONDS = 10.0
+"""How long a child may take to stop before it is killed."""
+EXIT_CONFIG = 2
+"""Exit status of a process whose options or model cannot work; starting it again would not help."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ProcessSpec:
+    """One process of a group."""
+
+    name: str
+    """E.g. ``encoder-0``."""
+    command: tuple[str, ...]
+    """The program and its arguments."""
+    address: str
+    """Where others reach it, for people to read."""
+    environment: Mapping[str, str] = field(default_factory=dict[str, str])
+    """Variables that it gets besides the ones of this process."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ProcessStatus:
+    """How a process of a group is doing."""
+
+    name: str
+    address: str
+    pid: int | None
+    state: ProcessState
+    detail: str = ""
+    restarts: int = 0
+
+
+def restart_delay(deaths: int) -> float:
+    """Seconds to wait before the next start after this many deaths in a row."""
+    return min(FIRST_DELAY * 2 ** min(deaths - 1, 16), LONGEST_DELAY)
+
+
+def print_line(name: str, line: str) -> None:
+    """Show a child's line of output with the child's name before it."""
+    print(f"[{name}] {line}", file=sys.stderr, flush=True)
+
+
+class _Child:
+    """One process of the group over all its lives. Used by the supervising thread, but for the output reader."""
+
+    def __init__(self, spec: ProcessSpec) -> None:
+        self.spec = spec
+        self.process: subprocess.Popen[str] | None = None
+        self.state: ProcessState = "starting"
+        self.detail = ""
+        self.started_at = 0.0
+        self.start_again_at = 0.0
+        self.deaths = 0
+        self.restarts = 0
+        self.last_lines: deque[str] = deque(maxlen=20)
+        self.reader: threading.Thread | None = None
+
+    def start(self, now: float, output: Callable[[str, str], None], wake: threading.Event) -> None:
+        self.process = subprocess.Popen(
+            self.spec.command,
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+            errors="replace",
+            start_new_session=True,
+            env={**os.environ, **self.spec.environment, ENVIRONMENT: str(os.getpid())},
+        )
+        self.started_at = now
+        self.reader = threading.Thread(target=self._read, args=(self.process, output, wake), daemon=True)
+        self.reader.start()
+
+    def _read(self, process: subprocess.Popen[str], output: Callable[[str, str], None], wake: threading.Event) -> None:
+        assert process.stdout is not None
+        for line in process.stdout:
+            self.last_lines.append(line.rstrip())
+            output(self.spec.name, line.rstrip())
+        wake.set()
+
+    def signal(self, number: signal.Signals) -> None:
+        """Send to the process, or with SIGKILL to everything in its session."""
+        if self.process is None:
+            return
+        with contextlib.suppress(ProcessLookupError):
+            if number == signal.SIGKILL:
+                os.killpg(self.process.pid, number)
+            elif self.process.poll() is None:
+                self.process.send_signal(number)
+
+    def discard(self) -> None:
+        """Close what belongs to a process that has ended."""
+        if self.process is None:
+            return
+        self.signal(signal.SIGKILL)  # whatever it left behind in its session
+        self.process.wait()
+        if self.reader is not None:
+            self.reader.join(timeout=2.0)
+        for stream in (self.process.stdin, self.process.stdout):
+            if stream is not None:
+                with contextlib.suppress(BrokenPipeError):
+                    stream.close()
+        self.process = None
+
+    def status(self) -> ProcessStatus:
+        process = self.process
+        return ProcessStatus(
+            name=self.spec.name,
+            address=self.spec.address,
+            pid=process.pid if process else None,
+            state=self.state,
+            detail=self.detail,
+            restarts=self.restarts,
+        )
+
+
+class Group:
+    """Processes that live and end together. Thread-safe; a context manager that stops them on the way out."""
+
+    def __init__(
+        self,
+        specs: Sequence[ProcessSpec],
+        *,
+        output: Callable[[str, str], None] = print_line,
+        on_change: Callable[[ProcessStatus], None] | None = None,
+        stop_seconds: float = STOP_SECONDS,
+    ) -> None:
+        self._children = [_Child(spec) for spec in specs]
+        self._output = output
+        self._on_change = on_change
+        self._stop_seconds = stop_seconds
+        self._wake = threading.Event()
+        self._stopping = threading.Event()
+        self._failure: str | None = None
+        self._thread = threading.Thread(target=self._supervise, name="supervise-group", daemon=True)
+
+    def start(self) -> None:
+        """Start every process. Returns at once."""
+        self._thread.start()
+
+    def stop(self) -> None:
+        """Stop every process and wait for its end; idempotent. After this none of them is left."""
+        self._stopping.set()
+        self._wake.set()
+        if self._thread.ident is not None:
+            self._thread.join()
+
+    def __enter__(self) -> Group:
+        self.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.stop()
+
+    @property
+    def failure(self) -> str | None:
+        """Why the group cannot work, once it has given up and stopped everything; else None."""
+        return self._failure
+
+    def statuses(self) -> tuple[ProcessStatus, ...]:
+        """How each process is doing now."""
+        return tuple(child.status() for child in self._children)
+
+    def wait(self, seconds: float) -> bool:
+        """Wait for the group's end for so long; true when it has ended."""
+        self._thread.join(seconds)
+        return not self._thread.is_alive()
+
+    def _supervise(self) -> None:
+        try:
+            while not self._stopping.is_set():
+                self._wake.clear()
+                now = time.monotonic()
+                for child in self._children:
+                    self._attend(child, now)
+                self._wake.wait(0.2)
+        finally:
+            self._stop_all()
+
+    def _attend(self, child: _Child, now: float) -> None:
+        if child.process is None:
+            if now >= child.start_again_at and not self._stopping.is_set():
+                child.start(now, self._output, self._wake)
+                self._change(child, "running")
+            return
+        code = child.process.poll()
+        if code is None:
+            return
+        reason = _reason(code)
+        child.discard()
+        if code == EXIT_CONFIG and child.restarts == 0:
+            last = child.last_lines[-1] if child.last_lines else reason
+            self._failure = f"{child.spec.name} cannot start: {last}"
+            self._change(child, "failed", reason)
+            self._stopping.set()
+            return
+        child.deaths = 1 if now - child.started_at >= GOOD_LIFE else child.deaths + 1
+        delay = restart_delay(child.deaths)
+        child.start_again_at = now + delay
+        child.restarts += 1
+        self._change(child, "restarting", f"{reason}; again in {delay:g} s")
+
+    def _stop_all(self) -> None:
+        alive = [child for child in self._children if child.process is not None]
+        for child in alive:
+            child.signal(signal.SIGTERM)
+        deadline = time.monotonic() + self._stop_seconds
+        for child in alive:
+            assert child.process is not None
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                child.process.wait(max(0.0, deadline - time.monotonic()))
+            child.discard()
+            self._change(child, "stopped")
+
+    def _change(self, child: _Child, state: ProcessState, detail: str = "") -> None:
+        child.state, child.detail = state, detail
+        if self._on_change is not None:
+            self._on_change(child.status())
+
+
+def _reason(code: int) -> str:
+    if code >= 0:
+        return f"exited with status {code}"
+    try:
+        return f"killed by {signal.Signals(-code).name}"
+    except ValueError:
+        return f"killed by signal {-code}"

@@ -1,0 +1,255 @@
+"""The table of serving options: name, how a value is read, default, and which kinds of process read it.
+
+The command line and the Python keywords are both derived from this table, so neither can have an option that the other
+lacks, and an option that a kind of process does not read is refused for that kind.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from typing import Any, Literal, TypeAlias
+
+from triptych.config import MIB, parse_tcp_url
+from triptych.errors import ConfigError
+from triptych.ids import ROLES, Role
+
+Kind: TypeAlias = Literal["monolithic", "server", "instance"]
+"""What a process is: the router and HTTP door, a role instance, or the door with one instance of all roles."""
+
+Reader: TypeAlias = Callable[[str, object], Any]
+"""Reads one value, a string from the command line or a Python value; the first argument is the flag for errors."""
+
+ALL: frozenset[Kind] = frozenset({"monolithic", "server", "instance"})
+DOOR: frozenset[Kind] = frozenset({"monolithic", "server"})
+COMPUTE: frozenset[Kind] = frozenset({"monolithic", "instance"})
+SERVER: frozenset[Kind] = frozenset({"server"})
+INSTANCE: frozenset[Kind] = frozenset({"instance"})
+
+_SIZE = re.compile(r"(\d+)\s*(|B|KiB|MiB|GiB|TiB)")
+_UNITS = {"": 1, "B": 1, "KiB": 1 << 10, "MiB": MIB, "GiB": 1 << 30, "TiB": 1 << 40}
+
+
+def refuse(flag: str, value: object, accepted: str) -> ConfigError:
+    """The error of a value that an option cannot take."""
+    return ConfigError(f"{flag} {value!r}: must be {accepted}")
+
+
+def read_text(flag: str, value: object) -> str:
+    """A string that is not empty."""
+    if not isinstance(value, str) or not value:
+        raise refuse(flag, value, "a text that is not empty")
+    return value
+
+
+def read_path(flag: str, value: object) -> str:
+    """A path, as a string."""
+    return read_text(flag, str(value) if hasattr(value, "__fspath__") else value)
+
+
+def read_integer(flag: str, value: object) -> int:
+    """A whole number, 0 or more."""
+    if isinstance(value, str) and value.isdecimal():
+        return int(value)
+    if isinstance(value, int) and not isinstance(value, bool) and value >= 0:
+        return value
+    raise refuse(flag, value, "a whole number, 0 or more")
+
+
+def read_seconds(flag: str, value: object) -> float:
+    """A number of seconds greater than 0."""
+    try:
+        seconds = float(value) if isinstance(value, str | int | float) else -1.0
+    except ValueError:
+        seconds = -1.0
+    if not 0 < seconds < float("inf"):
+        raise refuse(flag, value, "a number of seconds greater than 0")
+    return seconds
+
+
+def read_size(flag: str, value: object) -> int:
+    """Bytes: a plain number or one with a binary unit, e.g. ``256MiB``, ``1GiB``."""
+    if isinstance(value, int) and not isinstance(value, bool) and value > 0:
+        return value
+    match = _SIZE.fullmatch(value.strip()) if isinstance(value, str) else None
+    if match is None:
+        raise refuse(flag, value, "a size in bytes or with a unit: 268435456, 256MiB, 1GiB")
+    return int(match[1]) * _UNITS[match[2]]
+
+
+def read_switch(flag: str, value: object) -> bool:
+    """A plain yes or no."""
+    if not isinstance(value, bool):
+        raise refuse(flag, value, "true or false")
+    return value
+
+
+def read_role(flag: str, value: object) -> str:
+    """``monolithic``, ``server`` or a comma list of the roles, in the order in which a request passes them."""
+    accepted = f"monolithic, server, or one or several of {', '.join(ROLES)} with commas between"
+    if not isinstance(value, str):
+        raise refuse(flag, value, accepted)
+    if value in ("monolithic", "server"):
+        return value
+    names = [name.strip() for name in value.split(",")]
+    if len(set(names)) != len(names) or not set(names) <= set(ROLES):
+        raise refuse(flag, value, accepted)
+    return ",".join(role for role in ROLES if role in names)
+
+
+def read_address(flag: str, value: object) -> str:
+    """One ``tcp://host:port``."""
+    text = read_text(flag, value)
+    parse_tcp_url(flag, text)
+    return text
+
+
+def read_addresses(flag: str, value: object) -> tuple[str, ...]:
+    """Several ``tcp://host:port`` with semicolons between, or a sequence of them."""
+    parts: list[object] = list(value.split(";")) if isinstance(value, str) else _sequence(flag, value)
+    return tuple(read_address(flag, part.strip() if isinstance(part, str) else part) for part in parts)
+
+
+def read_components(flag: str, value: object) -> dict[str, str]:
+    """``NAME=PATH`` entries, or a mapping."""
+    if isinstance(value, dict):
+        return {str(name): read_path(flag, path) for name, path in value.items()}
+    components: dict[str, str] = {}
+    for entry in _sequence(flag, value):
+        name, equals, path = entry.partition("=") if isinstance(entry, str) else ("", "", "")
+        if not (name and equals and path):
+            raise refuse(flag, entry, "NAME=PATH, e.g. transformer=weights.safetensors")
+        if name in components:
+            raise ConfigError(f"{flag} {entry!r}: the component {name} is given twice")
+        components[name] = path
+    return components
+
+
+def one_of(*names: str) -> Reader:
+    """A reader of one of a few words."""
+
+    def read(flag: str, value: object) -> str:
+        if not isinstance(value, str) or value not in names:
+            raise refuse(flag, value, f"one of {', '.join(names)}")
+        return value
+
+    return read
+
+
+def _sequence(flag: str, value: object) -> list[object]:
+    if isinstance(value, Iterable) and not isinstance(value, str | bytes):
+        return list(value)
+    raise refuse(flag, value, "a list")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Option:
+    """One serving option."""
+
+    name: str
+    """Python keyword; the flag is the same with hyphens."""
+    read: Reader
+    default: object = None
+    kinds: frozenset[Kind]
+    """Kinds of process that read it."""
+    metavar: str
+    help: str
+    repeatable: bool = False
+
+    @property
+    def flag(self) -> str:
+        """Its name on the command line."""
+        return "--" + self.name.replace("_", "-")
+
+    @property
+    def is_switch(self) -> bool:
+        """Whether the flag stands alone, without a value."""
+        return self.read is read_switch
+
+    def words(self, value: Any) -> list[str]:
+        """The command line words that say this value."""
+        if self.is_switch:
+            return [self.flag] if value else []
+        if isinstance(value, dict):
+            return [word for name, path in value.items() for word in (self.flag, f"{name}={path}")]
+        if isinstance(value, tuple):
+            return [self.flag, ";".join(str(part) for part in value)]
+        return [self.flag, str(value)]
+
+
+def _option(
+    name: str, read: Reader, default: object, kinds: frozenset[Kind], metavar: str, text: str, *, repeat: bool = False
+) -> Option:
+    return Option(name=name, read=read, default=default, kinds=kinds, metavar=metavar, help=text, repeatable=repeat)
+
+
+def _urls(role: Role) -> Option:
+    text = f"work addresses of {role}s to wait for, ';' between; more may join at run time"
+    return _option(f"{role}_urls", read_addresses, (), SERVER, "TCP;TCP", text)
+
+
+_ROLE = "monolithic, server, or one or several of encoder, denoiser, decoder with commas between"
+_PORT = "first control port: the server's frontend (results arrive on the next three), or an instance's work port"
+
+OPTIONS: tuple[Option, ...] = (
+    _option("model_path", read_path, None, COMPUTE, "MODEL", "model folder, Hub id or embedded model (tiny)"),
+    _option("disagg_role", read_role, "monolithic", ALL, "ROLE", _ROLE),
+    _option("disagg_server_addr", read_address, None, INSTANCE, "TCP", "the server's frontend, tcp://host:port"),
+    _option("scheduler_port", read_integer, 5555, ALL, "PORT", _PORT),
+    _option("host", read_text, "127.0.0.1", DOOR, "HOST", "address that HTTP and the control plane bind"),
+    _option("port", read_integer, 30000, DOOR, "PORT", "HTTP port"),
+    _option("num_gpus", read_integer, 1, COMPUTE, "N", "GPUs of the instance"),
+    _option("base_gpu_id", read_integer, 0, COMPUTE, "ID", "first GPU of the instance"),
+    _option("device", one_of("cuda", "cpu"), None, COMPUTE, "{cuda,cpu}", "default: cuda where torch sees a GPU"),
+    _option(
+        "dtype",
+        one_of("float32", "bfloat16", "float16"),
+        None,
+        COMPUTE,
+        "DTYPE",
+        "float32, bfloat16 or float16; default: bfloat16 on cuda, float32 on cpu",
+    ),
+    _urls(Role.ENCODER),
+    _urls(Role.DENOISER),
+    _urls(Role.DECODER),
+    _option("disagg_timeout", read_seconds, 600.0, DOOR, "SECONDS", "running time of a request over all attempts"),
+    _option("queue_timeout", read_seconds, 600.0, DOOR, "SECONDS", "waiting time of a request"),
+    _option(
+        "disagg_dispatch_policy",
+        one_of("round_robin", "max_free_slots"),
+        "round_robin",
+        DOOR,
+        "POLICY",
+        "round_robin or max_free_slots",
+    ),
+    _option("disagg_p2p_hostname", read_text, "127.0.0.1", INSTANCE, "HOST", "address that peers reach this one under"),
+    _option("disagg_ib_device", read_text, None, INSTANCE, "DEVICE", "RDMA device for Mooncake, e.g. mlx5_0"),
+    _option(
+        "disagg_transfer_pool_size", read_size, 256 * MIB, COMPUTE, "SIZE", "memory for tensors on their way: 256MiB"
+    ),
+    _option(
+        "disagg_transfer",
+        one_of("auto", "local", "shm", "mooncake"),
+        "auto",
+        INSTANCE,
+        "PLANE",
+        "auto, local, shm or mooncake: how tensors travel",
+    ),
+    _option(
+        "component",
+        read_components,
+        None,
+        COMPUTE,
+        "NAME=PATH",
+        "weights that replace one component's; may be repeated",
+        repeat=True,
+    ),
+    _option("max_running_requests", read_integer, 1, COMPUTE, "N", "requests whose denoising steps interleave"),
+    _option("slots", read_integer, 2, COMPUTE, "N", "requests held at once: computing, or with inputs pulled ahead"),
+    _option("insecure", read_switch, False, ALL, "", "allow binding beyond loopback without authentication"),
+    _option("output_dir", read_path, "outputs", DOOR, "FOLDER", "where finished media files are kept"),
+)
+"""All serving options, in the order in which the help shows them."""
+
+BY_NAME: dict[str, Option] = {option.name: option for option in OPTIONS}

@@ -1,0 +1,116 @@
+"""Turns serving options and GPU lists into the processes of a group."""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from triptych.errors import ConfigError
+from triptych.ids import ROLES, Role
+from triptych.launch.args import ServerArgs
+from triptych.launch.group import ProcessSpec
+from triptych.launch.ports import free_ports
+
+Gpus = Sequence[Sequence[int]]
+"""GPUs of each instance of a role: one inner list per instance."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class GroupPlan:
+    """A server and its instances."""
+
+    url: str
+    """HTTP address of the server."""
+    server: ProcessSpec
+    instances: tuple[ProcessSpec, ...]
+
+    @property
+    def processes(self) -> tuple[ProcessSpec, ...]:
+        """All of them, the server first."""
+        return (self.server, *self.instances)
+
+
+def plan_pool(
+    args: ServerArgs,
+    *,
+    encoder_gpus: Gpus = (),
+    denoiser_gpus: Gpus = (),
+    decoder_gpus: Gpus = (),
+    replica_gpus: Gpus = (),
+    first_work_port: int | None = None,
+) -> GroupPlan:
+    """A server with role instances, or with instances of all roles (``replica_gpus``), or both.
+
+    On the CPU a list's length is the number of instances, and its GPU numbers say nothing. Work ports are free ones, or
+    ``first_work_port`` and the ones after it. Raises `ConfigError` when the pool would lack a role or an option is
+    impossible.
+    """
+    wanted: list[tuple[str, tuple[Role, ...], Sequence[int]]] = []
+    for role, gpus in zip(ROLES, (encoder_gpus, denoiser_gpus, decoder_gpus), strict=True):
+        wanted += [(f"{role}-{i}", (role,), ids) for i, ids in enumerate(gpus)]
+    wanted += [(f"replica-{i}", ROLES, ids) for i, ids in enumerate(replica_gpus)]
+    missing = [role for role in ROLES if not any(role in roles for _, roles, _ in wanted)]
+    if missing:
+        raise ConfigError(f"no instance for {', '.join(missing)}: give each role at least one")
+    first = first_work_port or free_ports(len(wanted))[0]
+    urls: dict[Role, list[str]] = {role: [] for role in ROLES}
+    instances: list[ProcessSpec] = []
+    for port, (name, roles, ids) in enumerate(wanted, first):
+        spec = instance_spec(args, name=name, roles=roles, gpus=ids, work_port=port, threads=len(wanted))
+        instances.append(spec)
+        for role in roles:
+            urls[role].append(spec.address)
+    named = {f"{role}_urls": tuple(addresses) for role, addresses in urls.items()}
+    words = args.words_for("server", disagg_role="server", **named)
+    ServerArgs.from_kwargs(
+        host=args.host, port=args.port, scheduler_port=args.scheduler_port, insecure=args.insecure
+    ).server_config()
+    url = f"http://{reachable(args.host)}:{args.port}"
+    return GroupPlan(
+        url=url,
+        server=ProcessSpec(name="server", command=serve_command(words), address=url),
+        instances=tuple(instances),
+    )
+
+
+def instance_spec(
+    args: ServerArgs,
+    *,
+    name: str,
+    roles: tuple[Role, ...],
+    gpus: Sequence[int],
+    work_port: int,
+    threads: int,
+    **overrides: str,
+) -> ProcessSpec:
+    """One instance of the server that ``args`` describes. On the CPU, ``threads`` instances share the cores."""
+    said: dict[str, object] = {
+        "disagg_role": ",".join(roles),
+        "disagg_server_addr": f"tcp://{reachable(args.host)}:{args.scheduler_port}",
+        "scheduler_port": work_port,
+        **overrides,
+    }
+    if args.device != "cpu":
+        if len(gpus) != 1:
+            raise ConfigError(f"{name}: GPUs {list(gpus)}: an instance computes on one GPU; list each GPU on its own")
+        said["base_gpu_id"] = gpus[0]
+    words = args.words_for("instance", **said)
+    # Built here only to hear of what is impossible before any process starts.
+    known = {key: getattr(args, key) for key in args.given if key not in said}
+    config = ServerArgs.from_kwargs(**known, **said).instance_config(default_device="cpu")
+    environment: dict[str, str] = {}
+    if args.device != "cuda" and "OMP_NUM_THREADS" not in os.environ:
+        environment["OMP_NUM_THREADS"] = str(max(1, (os.cpu_count() or 1) // threads))
+    return ProcessSpec(name=name, command=serve_command(words), address=config.work_url, environment=environment)
+
+
+def serve_command(words: Sequence[str]) -> tuple[str, ...]:
+    """The command of a ``triptych serve`` process in this Python."""
+    return (sys.executable, "-m", "triptych.cli.main", "serve", *words)
+
+
+def reachable(host: str) -> str:
+    """An address of this machine under which a listener on ``host`` is reached from this machine."""
+    return {"0.0.0.0": "127.0.0.1", "::": "::1"}.get(host, host)

@@ -1,0 +1,56 @@
+"""Free TCP ports for processes that a group starts, and sockets for ports that were asked for."""
+
+from __future__ import annotations
+
+import errno
+import socket
+
+from triptych.errors import ConfigError
+
+_handed_out: set[int] = set()
+_LOWEST, _HIGHEST = 20000, 32000
+"""Below the ephemeral ports of Linux, so that no outgoing connection takes a port between choosing and binding, and
+outside 15000 to 17000, where Mooncake takes its own."""
+
+
+def free_ports(count: int, host: str = "127.0.0.1") -> list[int]:
+    """``count`` neighbouring ports that nothing listens on. Never the same one twice in a process.
+
+    Raises `ConfigError` when there is no such run of ports.
+    """
+    # Start from a port that the kernel picks, so that two groups that start at once search in different places.
+    with socket.socket() as probe:
+        probe.bind((host, 0))
+        offset = probe.getsockname()[1]
+    span = _HIGHEST - _LOWEST - count
+    for step in range(0, span, count):
+        first = _LOWEST + (offset * 7 + step) % span
+        ports = list(range(first, first + count))
+        if _handed_out.isdisjoint(ports) and all(is_free(port, host) for port in ports):
+            _handed_out.update(ports)
+            return ports
+    raise ConfigError(f"no {count} neighbouring free ports between {_LOWEST} and {_HIGHEST} on {host}")
+
+
+def is_free(port: int, host: str = "127.0.0.1") -> bool:
+    """Whether a listener could bind this port now."""
+    try:
+        listen(host, port, "port").close()
+    except ConfigError:
+        return False
+    return True
+
+
+def listen(host: str, port: int, flag: str) -> socket.socket:
+    """A listening TCP socket. Raises `ConfigError` that names the flag and the port when it is taken."""
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    sock = socket.socket(family, socket.SOCK_STREAM)
+    sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    try:
+        sock.bind((host, port))
+        sock.listen(1024)  # two sockets that reuse addresses may both bind; only one may listen
+    except OSError as error:
+        sock.close()
+        why = "is in use by another process" if error.errno == errno.EADDRINUSE else f"cannot be bound: {error}"
+        raise ConfigError(f"{flag} {port} on {host} {why}") from error
+    return sock

@@ -1,0 +1,66 @@
+"""Runs the DiffusionServer: HTTP door and router in one asyncio loop, until a signal asks it to stop."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import signal
+from collections.abc import Callable
+from types import FrameType
+
+from triptych.config import ServerConfig
+from triptych.launch.ports import listen
+
+log = logging.getLogger(__name__)
+
+SHUTDOWN_SECONDS = 5
+"""How long open connections may take to end once the server was asked to stop."""
+
+
+def run_server(config: ServerConfig, *, on_started: Callable[[], None] | None = None) -> int:
+    """Serve until SIGINT or SIGTERM; returns the exit status.
+
+    ``on_started`` is called once every port is bound. Raises `ConfigError` for a port that is in use.
+    """
+    import uvloop
+
+    return uvloop.run(_serve(config, on_started))
+
+
+async def _serve(config: ServerConfig, on_started: Callable[[], None] | None) -> int:
+    import uvicorn
+
+    from triptych.api.app import create_app
+    from triptych.server.service import DiffusionService
+
+    door = listen(config.host, config.port, "--port")
+    service = DiffusionService(config)
+    app = create_app(service, config)
+    server = uvicorn.Server(
+        uvicorn.Config(
+            app,
+            log_config=None,
+            access_log=False,
+            timeout_graceful_shutdown=SHUTDOWN_SECONDS,
+            lifespan="on",
+        )
+    )
+
+    def stop(number: int, _frame: FrameType | None) -> None:
+        log.info("stopping on %s", signal.Signals(number).name)
+        server.should_exit = True
+
+    # uvicorn handles signals itself while it serves, then raises them again for the handlers that stood before: these.
+    # Without them the process would end before the service has closed.
+    for number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, stop)
+    await service.start()
+    try:
+        log.info("listening on http://%s:%d", config.host, config.port)
+        if on_started is not None:
+            on_started()
+        await server.serve(sockets=[door])
+    finally:
+        await asyncio.shield(service.close())
+        door.close()
+    return 0

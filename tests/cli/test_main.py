@@ -1,0 +1,117 @@
+"""What a user sees of `triptych` before anything starts: help, version, and errors that name flag and value."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+import time
+
+import pytest
+
+from triptych.cli.main import main
+
+INSTANCE = ["serve", "tiny", "--disagg-role", "encoder", "--disagg-server-addr", "tcp://127.0.0.1:5555"]
+
+
+def complaint(capsys: pytest.CaptureFixture[str], *words: str) -> str:
+    """Run a command that must fail with status 2 before anything starts; returns its message."""
+    try:
+        status = main(list(words))
+    except SystemExit as stop:
+        status = stop.code
+    assert status == 2
+    return capsys.readouterr().err
+
+
+def test_help_is_instant_and_loads_nothing_heavy() -> None:
+    code = (
+        "import sys; from triptych.cli.main import main\n"
+        "try: main(['--help'])\n"
+        "except SystemExit: pass\n"
+        "heavy = {'torch', 'diffusers', 'transformers', 'fastapi', 'zmq', 'rich', 'numpy'} & set(sys.modules)\n"
+        "assert not heavy, heavy"
+    )
+    fastest = 9.0
+    for _ in range(5):  # the machine may be busy: the claim is about the work, so the fastest run counts
+        started = time.perf_counter()
+        subprocess.run([sys.executable, "-c", code], check=True, capture_output=True)
+        fastest = min(fastest, time.perf_counter() - started)
+    assert fastest < 0.3
+
+
+def test_version(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        main(["--version"])
+    assert capsys.readouterr().out.startswith("triptych 0.")
+
+
+@pytest.mark.parametrize(
+    ("words", "expected"),
+    [
+        (["--scheduler-port", "abc"], ["--scheduler-port", "'abc'", "whole number"]),
+        (["--port", "99999"], ["port=99999", "1 to 65535"]),
+        (["--disagg-role", "encode"], ["--disagg-role", "'encode'", "encoder, denoiser, decoder"]),
+        (["--disagg-role", "encoder,encoder"], ["--disagg-role", "'encoder,encoder'"]),
+        (["--disagg-transfer-pool-size", "256MB"], ["--disagg-transfer-pool-size", "'256MB'", "256MiB"]),
+        (["--disagg-timeout", "-1"], ["--disagg-timeout", "'-1'", "greater than 0"]),
+        (["--dtype", "int8"], ["--dtype", "'int8'", "bfloat16"]),
+        (["--component", "transformer"], ["--component", "'transformer'", "NAME=PATH"]),
+        (["--disagg-dispatch", "round_robin"], ["unrecognized arguments", "--disagg-dispatch"]),
+        (["--host", "0.0.0.0"], ["host='0.0.0.0'", "--insecure"]),
+    ],
+)
+def test_a_bad_value_is_named_with_what_is_accepted(
+    capsys: pytest.CaptureFixture[str], words: list[str], expected: list[str]
+) -> None:
+    message = complaint(capsys, "serve", "tiny", *words)
+    assert [part for part in expected if part not in message] == []
+
+
+@pytest.mark.parametrize(
+    ("words", "flag"),
+    [
+        ([*INSTANCE, "--port", "8000"], "--port"),
+        ([*INSTANCE, "--encoder-urls", "tcp://127.0.0.1:1"], "--encoder-urls"),
+        ([*INSTANCE, "--queue-timeout", "5"], "--queue-timeout"),
+        (["serve", "--disagg-role", "server", "--model-path", "tiny"], "--model-path"),
+        (["serve", "--disagg-role", "server", "--disagg-transfer", "shm"], "--disagg-transfer"),
+        (["serve", "--disagg-role", "server", "--slots", "3"], "--slots"),
+        (["serve", "tiny", "--disagg-p2p-hostname", "10.0.0.1"], "--disagg-p2p-hostname"),
+        (["serve", "tiny", "--disagg-server-addr", "tcp://127.0.0.1:5555"], "--disagg-server-addr"),
+    ],
+)
+def test_a_flag_that_the_role_does_not_read_is_refused(
+    capsys: pytest.CaptureFixture[str], words: list[str], flag: str
+) -> None:
+    assert f"{flag} does not apply to --disagg-role" in complaint(capsys, *words)
+
+
+def test_a_role_without_server_address_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
+    assert "--disagg-server-addr is needed" in complaint(capsys, "serve", "tiny", "--disagg-role", "denoiser")
+
+
+def test_serve_without_model_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
+    assert "a model is needed" in complaint(capsys, "serve")
+
+
+def test_naming_the_model_twice_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
+    assert "name the model once" in complaint(capsys, "serve", "tiny", "--model-path", "other")
+
+
+def test_several_gpus_for_one_instance_are_refused(capsys: pytest.CaptureFixture[str]) -> None:
+    assert "--num-gpus 2: must be 1" in complaint(capsys, *INSTANCE, "--num-gpus", "2")
+
+
+@pytest.mark.parametrize(
+    ("words", "expected"),
+    [
+        (["--encoder-gpus", "0", "--device", "cpu"], "--encoder-gpus does not apply to --device cpu"),
+        (["--denoisers", "2"], "--denoisers needs --device cpu"),
+        (["--encoder-gpus", "0"], "--denoiser-gpus is missing"),
+        (["--replicas", "2", "--encoders", "1", "--device", "cpu"], "say one or the other"),
+        (["--encoder-gpus", "a"], "must be GPU numbers"),
+        (["--encoder-gpus", "0", "--denoiser-gpus", "1,2", "--decoder-gpus", "0"], "one GPU"),
+    ],
+)
+def test_up_refuses_contradictions(capsys: pytest.CaptureFixture[str], words: list[str], expected: str) -> None:
+    assert expected in complaint(capsys, "up", "tiny", *words)

@@ -1,0 +1,109 @@
+"""The command line is a contract: a change of a flag or a default must be made on purpose, here too."""
+
+from __future__ import annotations
+
+import argparse
+from typing import Any
+
+from triptych.cli.main import build_parser
+from triptych.launch.args import ServerArgs
+from triptych.launch.options import OPTIONS
+
+SERVE_OPTIONS = {
+    "--model-path": None,
+    "--disagg-role": "monolithic",
+    "--disagg-server-addr": None,
+    "--scheduler-port": 5555,
+    "--host": "127.0.0.1",
+    "--port": 30000,
+    "--num-gpus": 1,
+    "--base-gpu-id": 0,
+    "--device": None,
+    "--dtype": None,
+    "--encoder-urls": (),
+    "--denoiser-urls": (),
+    "--decoder-urls": (),
+    "--disagg-timeout": 600.0,
+    "--queue-timeout": 600.0,
+    "--disagg-dispatch-policy": "round_robin",
+    "--disagg-p2p-hostname": "127.0.0.1",
+    "--disagg-ib-device": None,
+    "--disagg-transfer-pool-size": 268435456,
+    "--disagg-transfer": "auto",
+    "--component": None,
+    "--max-running-requests": 1,
+    "--slots": 2,
+    "--insecure": False,
+    "--output-dir": "outputs",
+}
+
+COMMAND_ARGUMENTS: dict[str, dict[str, Any]] = {
+    "up": {
+        "model": None,
+        "--encoder-gpus": None,
+        "--denoiser-gpus": None,
+        "--decoder-gpus": None,
+        "--encoders": None,
+        "--denoisers": None,
+        "--decoders": None,
+        "--replicas": None,
+        "--first-work-port": None,
+    },
+    "generate": {
+        "prompt": None,
+        "--output": None,
+        "--server": "http://127.0.0.1:30000",
+        "--size": None,
+        "--seconds": None,
+        "--num-frames": None,
+        "--steps": None,
+        "--guidance-scale": None,
+        "--seed": None,
+        "--negative-prompt": None,
+    },
+    "doctor": {"--output-dir": "outputs", "--port": 30000, "--scheduler-port": 5555},
+    "bench": {"what": None, "arguments": None},
+    "demo": {"--output": "outputs/demo.mp4", "--prompt": None},
+}
+
+NOT_IN_UP = {
+    "--model-path",
+    "--disagg-role",
+    "--disagg-server-addr",
+    "--num-gpus",
+    "--base-gpu-id",
+    "--encoder-urls",
+    "--denoiser-urls",
+    "--decoder-urls",
+}
+
+
+def commands() -> dict[str, argparse.ArgumentParser]:
+    parser = build_parser()
+    (sub,) = (action for action in parser._actions if isinstance(action, argparse._SubParsersAction))
+    return dict(sub.choices)
+
+
+def arguments(parser: argparse.ArgumentParser) -> dict[str, Any]:
+    found = {(action.option_strings or [action.dest])[-1]: action.default for action in parser._actions}
+    found.pop("--help")
+    return found
+
+
+def test_serve_has_these_flags_with_these_defaults() -> None:
+    assert {option.flag: option.default for option in OPTIONS} == SERVE_OPTIONS
+    assert set(arguments(commands()["serve"])) == {"model", *SERVE_OPTIONS}
+
+
+def test_python_keywords_have_the_defaults_of_the_flags() -> None:
+    args = ServerArgs.from_kwargs()
+    for option in OPTIONS:
+        expected = {} if option.name == "component" else option.default
+        assert getattr(args, option.name) == expected, option.name
+
+
+def test_the_other_commands_have_these_arguments() -> None:
+    found = {name: arguments(parser) for name, parser in commands().items()}
+    found.pop("serve")
+    shared = {flag: argparse.SUPPRESS for flag in SERVE_OPTIONS if flag not in NOT_IN_UP}
+    assert found == COMMAND_ARGUMENTS | {"up": COMMAND_ARGUMENTS["up"] | shared}

@@ -1,0 +1,128 @@
+"""Real child processes: started, restarted, stopped, and never left behind."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import psutil
+
+from triptych.launch.group import Group, ProcessSpec, ProcessStatus, restart_delay
+
+SLEEPER = "import time; time.sleep(600)"
+FOLLOWER = f"from triptych.launch.supervised import follow_supervisor as f; f(); print('up', flush=True); {SLEEPER}"
+
+
+def spec(code: str, name: str = "child") -> ProcessSpec:
+    return ProcessSpec(name=name, command=(sys.executable, "-c", code), address="nowhere")
+
+
+def until(condition: Callable[[], bool], seconds: float = 20.0) -> None:
+    deadline = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < deadline, "it did not happen in time"
+        time.sleep(0.02)
+
+
+def running(pid: int) -> bool:
+    return psutil.pid_exists(pid) and psutil.Process(pid).status() != psutil.STATUS_ZOMBIE
+
+
+class Lines:
+    """Collects what the children print."""
+
+    def __init__(self) -> None:
+        self.seen: list[tuple[str, str]] = []
+
+    def __call__(self, name: str, line: str) -> None:
+        self.seen.append((name, line))
+
+
+def test_a_killed_child_is_started_again_and_named_as_such() -> None:
+    changes: list[ProcessStatus] = []
+    with Group([spec(SLEEPER)], on_change=changes.append) as group:
+        until(lambda: group.statuses()[0].state == "running")
+        first = group.statuses()[0].pid
+        assert first is not None
+        os.kill(first, signal.SIGKILL)
+        until(lambda: group.statuses()[0].pid not in (None, first))
+        second = group.statuses()[0].pid
+        assert second is not None
+    assert [c.state for c in changes] == ["running", "restarting", "running", "stopped"]
+    assert "killed by SIGKILL" in changes[1].detail
+    assert not running(first)
+    assert not running(second)
+
+
+def test_a_child_that_cannot_work_ends_the_group_with_its_last_line() -> None:
+    lines = Lines()
+    hopeless = spec("import sys; print('no such model: x', flush=True); sys.exit(2)", "encoder-0")
+    with Group([spec(SLEEPER), hopeless], output=lines) as group:
+        until(lambda: group.wait(0.1))
+        assert group.failure == "encoder-0 cannot start: no such model: x"
+        assert [s.state for s in group.statuses()] == ["stopped", "failed"]
+    assert ("encoder-0", "no such model: x") in lines.seen
+
+
+def test_a_deaf_child_is_killed_with_all_that_it_started() -> None:
+    deaf = (
+        "import signal, subprocess, sys, time; signal.signal(signal.SIGTERM, signal.SIG_IGN)\n"
+        f"p = subprocess.Popen([sys.executable, '-c', {SLEEPER!r}]); print(p.pid, flush=True); time.sleep(600)"
+    )
+    lines = Lines()
+    group = Group([spec(deaf)], output=lines, stop_seconds=0.5)
+    with group:
+        until(lambda: bool(lines.seen))
+        child, grandchild = group.statuses()[0].pid, int(lines.seen[0][1])
+    assert child is not None
+    assert not running(child)
+    until(lambda: not running(grandchild))
+
+
+def test_stopping_is_idempotent_and_works_from_any_thread() -> None:
+    group = Group([spec(SLEEPER), spec(SLEEPER)])
+    group.start()
+    until(lambda: all(s.state == "running" for s in group.statuses()))
+    stoppers = [threading.Thread(target=group.stop) for _ in range(3)]
+    for stopper in stoppers:
+        stopper.start()
+    for stopper in stoppers:
+        stopper.join()
+    assert [s.state for s in group.statuses()] == ["stopped", "stopped"]
+
+
+def test_a_group_that_never_started_can_be_stopped() -> None:
+    Group([spec(SLEEPER)]).stop()
+
+
+def test_delays_between_restarts_grow_to_a_bound() -> None:
+    assert [restart_delay(n) for n in (1, 2, 3, 4, 5, 6, 7, 1000)] == [0.5, 1.0, 2.0, 4.0, 8.0, 15.0, 15.0, 15.0]
+
+
+def test_children_end_when_their_supervisor_is_killed(tmp_path: Path) -> None:
+    """Symptom: kill -9 of the launcher left role processes behind that held their ports and GPUs."""
+    launcher = (
+        "import sys, time\n"
+        "from triptych.launch.group import Group, ProcessSpec\n"
+        f"spec = ProcessSpec(name='c', command=(sys.executable, '-c', {FOLLOWER!r}), address='')\n"
+        "group = Group([spec, spec], output=lambda n, l: print(l, flush=True))\n"
+        "group.start()\n"
+        "while any(s.pid is None for s in group.statuses()): time.sleep(0.01)\n"
+        "print(*[s.pid for s in group.statuses()], flush=True)\n"
+        "time.sleep(600)"
+    )
+    process = subprocess.Popen([sys.executable, "-c", launcher], stdout=subprocess.PIPE, text=True)
+    assert process.stdout is not None
+    lines = [process.stdout.readline().split() for _ in range(3)]
+    (pids,) = ([int(word) for word in words] for words in lines if words != ["up"])
+    assert len(pids) == 2
+    process.kill()
+    process.wait()
+    process.stdout.close()
+    until(lambda: not any(running(pid) for pid in pids))

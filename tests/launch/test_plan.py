@@ -1,0 +1,52 @@
+"""The processes that a pool is made of."""
+
+from __future__ import annotations
+
+import pytest
+
+from triptych.errors import ConfigError
+from triptych.launch.args import ServerArgs
+from triptych.launch.plan import plan_pool
+
+
+def value(command: tuple[str, ...], flag: str) -> str:
+    return command[command.index(flag) + 1]
+
+
+def test_each_gpu_list_becomes_an_instance_that_the_server_waits_for() -> None:
+    args = ServerArgs.from_kwargs(model_path="tiny", device="cuda", scheduler_port=21000, port=22000)
+    plan = plan_pool(args, encoder_gpus=[[0]], denoiser_gpus=[[1], [2]], decoder_gpus=[[0]], first_work_port=19000)
+    assert [p.name for p in plan.processes] == ["server", "encoder-0", "denoiser-0", "denoiser-1", "decoder-0"]
+    assert [value(p.command, "--base-gpu-id") for p in plan.instances] == ["0", "1", "2", "0"]
+    assert [p.address for p in plan.instances] == [f"tcp://127.0.0.1:{port}" for port in range(19000, 19004)]
+    assert value(plan.server.command, "--denoiser-urls") == "tcp://127.0.0.1:19001;tcp://127.0.0.1:19002"
+    assert {value(p.command, "--disagg-server-addr") for p in plan.instances} == {"tcp://127.0.0.1:21000"}
+    assert plan.url == "http://127.0.0.1:22000"
+
+
+def test_a_replica_is_named_for_every_role() -> None:
+    plan = plan_pool(ServerArgs.from_kwargs(model_path="tiny", device="cpu"), replica_gpus=[[0], [1]])
+    (one, two) = plan.instances
+    assert value(one.command, "--disagg-role") == "encoder,denoiser,decoder"
+    for role in ("encoder", "denoiser", "decoder"):
+        assert value(plan.server.command, f"--{role}-urls") == f"{one.address};{two.address}"
+
+
+def test_instances_on_the_cpu_share_its_cores(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
+    monkeypatch.setattr("os.cpu_count", lambda: 8)
+    args = ServerArgs.from_kwargs(model_path="tiny", device="cpu")
+    plan = plan_pool(args, encoder_gpus=[[0]], denoiser_gpus=[[0], [0]], decoder_gpus=[[0]])
+    assert [p.environment for p in plan.instances] == [{"OMP_NUM_THREADS": "2"}] * 4
+
+
+def test_a_pool_without_a_role_is_refused() -> None:
+    with pytest.raises(ConfigError, match="no instance for denoiser"):
+        plan_pool(ServerArgs.from_kwargs(model_path="tiny"), encoder_gpus=[[0]], decoder_gpus=[[0]])
+
+
+def test_a_server_reachable_by_all_is_reached_on_this_machine_by_its_loopback() -> None:
+    args = ServerArgs.from_kwargs(model_path="tiny", host="0.0.0.0", insecure=True)
+    plan = plan_pool(args, replica_gpus=[[0]])
+    assert plan.url == "http://127.0.0.1:30000"
+    assert value(plan.instances[0].command, "--disagg-server-addr") == "tcp://127.0.0.1:5555"

@@ -1,0 +1,28 @@
+"""Ports that are chosen are free, and a taken one is named."""
+
+from __future__ import annotations
+
+import pytest
+
+from triptych.errors import ConfigError
+from triptych.launch.ports import free_ports, is_free, listen
+
+
+def test_a_taken_port_is_named() -> None:
+    (port,) = free_ports(1)
+    with listen("127.0.0.1", port, "--port"):
+        assert not is_free(port)
+        with pytest.raises(ConfigError, match=f"--port {port} on 127.0.0.1 is in use"):
+            listen("127.0.0.1", port, "--port")
+    assert is_free(port)
+
+
+def test_chosen_ports_are_neighbours_and_never_given_twice() -> None:
+    one, two = free_ports(4), free_ports(4)
+    assert one == list(range(one[0], one[0] + 4))
+    assert not set(one) & set(two)
+
+
+def test_an_impossible_address_is_named() -> None:
+    with pytest.raises(ConfigError, match=r"--port 80 on 203\.0\.113\.1 cannot be bound"):
+        listen("203.0.113.1", 80, "--port")
