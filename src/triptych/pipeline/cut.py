@@ -75,7 +75,7 @@ def walk(block: Any) -> Iterator[Any]:
 
 
 def _sequence(blocks: dict[str, Any]) -> Any:
-    from diffusers.modular_pipelines import SequentialPipelineBlocks
+    from diffusers.modular_pipelines.modular_pipeline import SequentialPipelineBlocks
 
     return SequentialPipelineBlocks.from_blocks_dict(blocks)
 

@@ -66,7 +66,7 @@ def quiet_libraries() -> None:
 
 def _whole_pipeline(folder: Path) -> Any:
     """The uncut modular pipeline without weights, of the class that stands for the folder's classic one."""
-    from diffusers import ModularPipeline
+    from diffusers.modular_pipelines.modular_pipeline import ModularPipeline
 
     try:
         pipeline = ModularPipeline.from_pretrained(str(folder))

@@ -225,7 +225,7 @@ class _DenoiseStage:
 
 
 def _state(values: dict[str, Any], kwargs_types: dict[str, list[str]]) -> Any:
-    from diffusers.modular_pipelines import PipelineState
+    from diffusers.modular_pipelines.modular_pipeline import PipelineState
 
     return PipelineState(values=values, kwargs_mapping=kwargs_types)
 

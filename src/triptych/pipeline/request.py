@@ -21,6 +21,9 @@ _STATE_NAMES = (
 )  # fmt: skip
 """Parameters that pipelines take under the same name, where they take them at all."""
 
+GUIDANCE_OFF = 1.0
+"""The guider scale at which the conditional prediction alone counts."""
+
 MAX_IMAGE_PIXELS = 64 << 20
 
 
@@ -54,7 +57,8 @@ def guider_settings(family: Family, params: Mapping[str, Any], *, encoder: bool)
     scale = params.get("guidance_scale")
     if scale is None or (encoder and family.encoder_needs_guider):
         return {}
-    return {"guidance_scale": float(scale) + family.guidance_offset}
+    scale = float(scale) + family.guidance_offset
+    return {"guidance_scale": scale, "enabled": scale != GUIDANCE_OFF}
 
 
 def _checked(param: Param, value: Any) -> Any:

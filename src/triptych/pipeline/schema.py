@@ -1,4 +1,4 @@
-"""The request schema of a model: what its pipeline declares, bounded by its config, its settings file and the presets."""
+"""The request schema of a model: what its pipeline declares, bounded by its config, settings file and presets."""
 
 from __future__ import annotations
 

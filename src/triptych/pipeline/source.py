@@ -1,4 +1,4 @@
-"""Where a model comes from: an embedded name, a local Diffusers folder, or a Hub id of which only some parts are fetched."""
+"""Where a model comes from: an embedded name, a local Diffusers folder, or those parts of a Hub id that are needed."""
 
 from __future__ import annotations
 

@@ -39,18 +39,18 @@ def stand_in(folder: Path, name: str, library: str, class_name: str, dtype: torc
 
     Schedulers and other parts that consist of a config alone are loaded for real.
     """
-    from diffusers import ConfigMixin
     from transformers import PreTrainedModel
 
-    kind = component_class(name, library, class_name)
+    kind: Any = component_class(name, library, class_name)
     try:
         if library == "transformers":
             if not issubclass(kind, PreTrainedModel):
                 return None
-            return ConfigOnly(kind.config_class.from_pretrained(folder / name), dtype)
-        if not issubclass(kind, torch.nn.Module):
-            return kind.from_pretrained(folder, subfolder=name) if issubclass(kind, ConfigMixin) else None
-        return _meta_module(folder, name, kind, dtype)
+            config_class: Any = kind.config_class
+            return ConfigOnly(config_class.from_pretrained(folder / name), dtype)
+        if issubclass(kind, torch.nn.Module):
+            return _meta_module(folder, name, kind, dtype)
+        return kind.from_pretrained(folder, subfolder=name) if hasattr(kind, "load_config") else None
     except (OSError, ValueError, TypeError) as error:
         raise ModelError(f"component {name!r}: its config cannot be read: {error}") from error
 

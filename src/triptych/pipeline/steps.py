@@ -12,8 +12,9 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from greenlet import greenlet
+from greenlet import getcurrent, greenlet
 
+from triptych.errors import StageError
 from triptych.pipeline.cut import walk
 
 
@@ -34,38 +35,36 @@ class SteppedBlock:
     def __init__(self, pipeline: Any, block: Any, state: Any, clock: StepClock) -> None:
         self.step = 0
         self.steps = 0
-        self._pipeline = pipeline
-        self._state = state
         self._clock = clock
-        self._block = copy.deepcopy(block)
-        self._greenlet: greenlet | None = None
         self._begun = 0
-        for loop in loops(self._block):
+        block = copy.deepcopy(block)
+        for loop in loops(block):
             loop.set_progress_bar_config(disable=True)
             loop.loop_step = self._stopping(loop)
+        self._greenlet: greenlet | None = greenlet(lambda: block(pipeline, state)[1])
 
     def advance(self) -> Any | None:
-        """One step more; the final state after the last one, else None. What the block raises comes through."""
-        if self._greenlet is None:
-            self._greenlet = greenlet(self._run)
-        state = self._greenlet.switch()
-        if not self._greenlet.dead:
-            return None
-        self._free()
-        return state
+        """One step more; the final state after the last one, else None. What the block raises comes through.
+
+        Raises `StageError` when the run is over.
+        """
+        run = self._greenlet
+        if run is None:
+            raise StageError("the denoiser run is over")
+        run.parent = getcurrent()
+        try:
+            state = run.switch()
+        finally:
+            if run.dead:
+                self._greenlet = None
+        return state if run.dead else None
 
     def cancel(self) -> None:
         """Unwind the block by GreenletExit, which no block catches, and drop all that it held."""
-        if self._greenlet is not None and not self._greenlet.dead:
-            self._greenlet.throw()
-        self._free()
-
-    def _run(self) -> Any:
-        _, state = self._block(self._pipeline, self._state)
-        return state
-
-    def _free(self) -> None:
-        self._pipeline = self._block = self._state = None
+        run, self._greenlet = self._greenlet, None
+        if run is not None and not run.dead:
+            run.parent = getcurrent()
+            run.throw()
 
     def _stopping(self, loop: Any) -> Any:
         compute = loop.loop_step
@@ -73,8 +72,9 @@ class SteppedBlock:
         def loop_step(components: Any, block_state: Any, **arguments: Any) -> Any:
             self.steps = _length(block_state)
             if self._begun:
-                assert self._greenlet is not None
-                self._greenlet.parent.switch()
+                caller = getcurrent().parent
+                assert caller is not None
+                caller.switch()
             self._begun += 1
             self._clock.timestep = arguments.get("t")
             result = compute(components, block_state, **arguments)
@@ -86,7 +86,7 @@ class SteppedBlock:
 
 def loops(block: Any) -> list[Any]:
     """The step loops in a block tree."""
-    from diffusers.modular_pipelines import LoopSequentialPipelineBlocks
+    from diffusers.modular_pipelines.modular_pipeline import LoopSequentialPipelineBlocks
 
     return [part for part in walk(block) if isinstance(part, LoopSequentialPipelineBlocks)]
 
