@@ -19,7 +19,7 @@ E, N, D = ROLES
 
 
 def test_nothing_registered_names_every_role() -> None:
-    verdict = judge([], {}, Addresses())
+    verdict = judge([], {}, Addresses(), dict.fromkeys(ROLES, "none has joined"))
     assert not verdict.ready
     assert len(verdict.reasons) == 3
     for role in ROLES:
@@ -27,13 +27,13 @@ def test_nothing_registered_names_every_role() -> None:
 
 
 def test_one_instance_with_all_roles_is_enough() -> None:
-    assert judge([Instance(ROLES, "tcp://127.0.0.1:19000")], {}, Addresses()).ready
+    assert judge([Instance(ROLES, "tcp://127.0.0.1:19000")], {}, Addresses(), {}).ready
 
 
 def test_a_named_instance_that_has_not_come_is_named() -> None:
     live = [Instance(ROLES, "tcp://127.0.0.1:19000")]
     named = {E: ("tcp://127.0.0.1:19000",), N: ("tcp://127.0.0.1:19001", "tcp://127.0.0.1:19000")}
-    verdict = judge(live, named, Addresses())
+    verdict = judge(live, named, Addresses(), {})
     assert verdict.reasons == (
         "denoiser instance tcp://127.0.0.1:19001 (--denoiser-urls) has not registered or is gone",
     )
@@ -41,7 +41,7 @@ def test_a_named_instance_that_has_not_come_is_named() -> None:
 
 def test_a_named_instance_of_another_role_is_told_apart_from_a_missing_one() -> None:
     live = [Instance((E, D), "tcp://127.0.0.1:19000"), Instance((N,), "tcp://127.0.0.1:19001")]
-    verdict = judge(live, {N: ("tcp://127.0.0.1:19000",)}, Addresses())
+    verdict = judge(live, {N: ("tcp://127.0.0.1:19000",)}, Addresses(), {})
     assert verdict.reasons == (
         "denoiser instance tcp://127.0.0.1:19000 (--denoiser-urls) serves encoder, decoder, not denoiser",
     )

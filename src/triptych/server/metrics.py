@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
+from typing import TypeVar
 
 from prometheus_client import CollectorRegistry, Counter, Histogram
 from prometheus_client.core import GaugeMetricFamily
@@ -11,6 +12,8 @@ from prometheus_client.registry import Collector
 
 from triptych.core.events import Count, JobState, StageTiming
 from triptych.ids import InstanceId, Role
+
+_Label = TypeVar("_Label", bound=str)
 
 _SECONDS = (0.001, 0.003, 0.01, 0.03, 0.1, 0.3, 1.0, 3.0, 10.0, 30.0, 100.0, 300.0)
 
@@ -46,10 +49,10 @@ class _GaugeCollector(Collector):
         yield _family("triptych_instance_up", "1 while an instance's heartbeats arrive.", "instance", gauges.up)
 
 
-def _family(name: str, text: str, label: str, values: Mapping[str, float]) -> GaugeMetricFamily:
+def _family(name: str, text: str, label: str, values: Mapping[_Label, float]) -> GaugeMetricFamily:
     family = GaugeMetricFamily(name, text, labels=[label])
     for key, value in values.items():
-        family.add_metric([str(key)], float(value))
+        family.add_metric([key], float(value))
     return family
 
 
@@ -62,15 +65,14 @@ class Metrics:
     def __init__(self, read: Callable[[], Gauges]) -> None:
         self.registry = CollectorRegistry()
         self.registry.register(_GaugeCollector(read))
-        self._ended = Counter(
-            "triptych_requests_ended", "Requests by final state.", ["state"], registry=self.registry
-        )
+        self._ended = Counter("triptych_requests_ended", "Requests by final state.", ["state"], registry=self.registry)
         self._counts = Counter(
             "triptych_events", "What the router found worth counting.", ["name"], registry=self.registry
         )
         self._dropped = Counter(
-            "triptych_dropped_frames", "Frames that were no message, by socket.", ["socket"], registry=self.registry
+            "triptych_dropped_frames", "Messages that could not be read or sent.", ["socket"], registry=self.registry
         )
+        self._dropped_before: dict[str, int] = {}
         running = self._histogram("triptych_stage_seconds", "Running time of finished stages.", "role")
         waiting = self._histogram("triptych_stage_waiting_seconds", "Waiting time of finished stages.", "role")
         self._running = {role: running.labels(role) for role in Role}
@@ -89,9 +91,11 @@ class Metrics:
         """The router counted something."""
         self._counts.labels(count.name).inc()
 
-    def dropped(self, socket: str, frames: int) -> None:
-        """Malformed frames were dropped on a socket."""
-        self._dropped.labels(socket).inc(frames)
+    def dropped(self, totals: Mapping[str, int]) -> None:
+        """Messages dropped so far, by socket."""
+        for socket, total in totals.items():
+            self._dropped.labels(socket).inc(total - self._dropped_before.get(socket, 0))
+        self._dropped_before = dict(totals)
 
     def stage(self, timing: StageTiming) -> None:
         """A stage finished."""
@@ -100,8 +104,8 @@ class Metrics:
         if timing.plane:
             pull = self._pulls.get(timing.plane)
             if pull is None:
-                labels = timing.plane
-                pull = self._pulls[labels] = (self._pull_seconds.labels(labels), self._pull_bytes.labels(labels))
+                plane = timing.plane
+                pull = self._pulls[plane] = (self._pull_seconds.labels(plane), self._pull_bytes.labels(plane))
             pull[0].observe(timing.pulling)
             pull[1].inc(timing.pulled_bytes)
 

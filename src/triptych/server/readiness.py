@@ -11,7 +11,7 @@ from urllib.parse import urlsplit
 
 import psutil
 
-from triptych.ids import ROLES, Role
+from triptych.ids import Role
 
 _HERE = "127.0.0.1"
 """Stands for every address of this machine."""
@@ -51,6 +51,11 @@ class Addresses:
         self.unresolved: set[str] = set()
         """Host names that were asked for and are not looked up yet."""
 
+    @property
+    def stale(self) -> bool:
+        """Whether there is something for `resolve` to do."""
+        return not self._own or bool(self.unresolved)
+
     def resolve(self) -> None:
         """Look up the addresses of this machine and every name asked for so far. A name that is not known yet is
         asked for again the next time."""
@@ -87,11 +92,17 @@ class Addresses:
 
 
 def judge(
-    instances: Iterable[LiveInstance], named: Mapping[Role, Sequence[str]], addresses: Addresses
+    instances: Iterable[LiveInstance],
+    named: Mapping[Role, Sequence[str]],
+    addresses: Addresses,
+    missing: Mapping[Role, str],
 ) -> Readiness:
-    """Readiness from the live instances and the addresses given as ``--encoder-urls`` and its like."""
+    """Readiness from the live instances and the addresses given as ``--encoder-urls`` and its like.
+
+    ``missing`` says of each role that nobody serves how that came, as far as it is known.
+    """
     live = tuple(instances)
-    reasons = [f"no live instance serves the role {role}" for role in ROLES if not any(role in i.roles for i in live)]
+    reasons = [f"no live instance serves the role {role}: {why}" for role, why in missing.items()]
     for role, urls in named.items():
         for url in urls:
             there = [i for i in live if addresses.match(i.work_url, url)]

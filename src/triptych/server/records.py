@@ -11,13 +11,11 @@ from pathlib import Path
 from typing import Any, Literal, TypeAlias
 
 from triptych.core.events import JobState, JobView
+from triptych.core.states import TERMINAL, is_running
 from triptych.errors import BadRequest, NotFound
 from triptych.ids import RequestId
 
 OutputKind: TypeAlias = Literal["video", "image"]
-
-TERMINAL = frozenset({JobState.DONE, JobState.FAILED, JobState.TIMED_OUT, JobState.CANCELLED})
-RUNNING = frozenset({JobState.ENCODER_RUNNING, JobState.DENOISING_RUNNING, JobState.DECODER_RUNNING})
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -166,6 +164,9 @@ class Records:
     def __len__(self) -> int:
         return len(self._entries)
 
+    def __iter__(self) -> Iterator[Entry]:
+        return iter(self._entries.values())
+
     def add(self, entry: Entry) -> None:
         """Remember a new job."""
         self._entries[entry.id] = entry
@@ -192,7 +193,7 @@ class Records:
         if after is not before:
             self.states[before] -= 1
             self.states[after] += 1
-            if after in RUNNING and entry.started_at is None:
+            if entry.started_at is None and is_running(after):
                 entry.started_at = time.time()
             if after in TERMINAL:
                 entry.completed_at = time.time()

@@ -1,0 +1,344 @@
+"""The DiffusionService: what the HTTP door calls. Jobs go in, their state and files come out."""
+
+from __future__ import annotations
+
+import asyncio
+import functools
+import logging
+import secrets
+import time
+from collections.abc import AsyncIterator, Callable, Coroutine, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any, Literal, ParamSpec, TypeVar, cast
+
+from prometheus_client import CollectorRegistry
+
+import triptych
+from triptych.config import ServerConfig
+from triptych.core.events import CancelRequest, Count, JobState, JobView, Submit
+from triptych.core.router import Router
+from triptych.core.states import TERMINAL
+from triptych.errors import BadRequest, NotReady, StorageFailed
+from triptych.ids import ROLES, Epoch, InstanceId, RequestId, Role
+from triptych.server.info import describe_pool
+from triptych.server.media_store import MediaStore
+from triptych.server.metrics import Gauges, Metrics
+from triptych.server.readiness import Addresses, Readiness, judge
+from triptych.server.records import Entry, IdMint, JobRecord, OutputKind, Records, StoredFile
+from triptych.server.shell import Shell
+from triptych.transport.control.server import ServerControl
+from triptych.wire.messages import MediaFile
+from triptych.wire.schema import RequestSchema
+
+__all__ = ["DiffusionService", "JobRecord", "OutputKind", "Readiness", "StoredFile"]
+
+log = logging.getLogger(__name__)
+
+STORE_THREADS = 4
+"""Media files written at the same time."""
+KNOWN_INSTANCES = 256
+"""Instances, live or gone, whose up or down is shown in the metrics."""
+
+P = ParamSpec("P")
+T = TypeVar("T")
+
+
+class DiffusionService:
+    """One DiffusionServer without its HTTP door. All methods belong to the thread of the loop that ran `start`.
+
+    Timeouts are in seconds, times of records in Unix seconds. Ids that nobody knows raise `NotFound`.
+    """
+
+    def __init__(self, config: ServerConfig) -> None:
+        self._config = config
+        self._epoch = Epoch(secrets.token_hex(8))
+        self._created = time.monotonic()
+        self._media = MediaStore(config.output_dir)
+        self._records = Records(config.retained_jobs, self._forget_media)
+        self._mint = IdMint()
+        self._addresses = Addresses()
+        self._metrics = Metrics(self._gauges)
+        self._router = Router(config.router, self._epoch, self._result_urls())
+        self._threads = ThreadPoolExecutor(STORE_THREADS, thread_name_prefix="media-store")
+        self._background: set[asyncio.Task[None]] = set()
+        self._known: dict[InstanceId, None] = {}
+        self._resolving = False
+        self._control: ServerControl | None = None
+        self._shell: Shell | None = None
+        self._closed = False
+
+    # -- life --------------------------------------------------------------------------------------------------
+
+    async def start(self) -> None:
+        """Open the media store, bind the four scheduler ports and listen.
+
+        Raises `ConfigError` for a port that is taken, `StorageFailed` for a folder that cannot be used.
+        """
+        loop = asyncio.get_running_loop()
+        await loop.run_in_executor(self._threads, self._media.open)
+        self._control = ServerControl(self._config.host, self._config.scheduler_port)
+        self._shell = Shell(self._router, self._control, self)
+        self._shell.start()
+
+    async def close(self) -> None:
+        """Stop listening, finish files that are being written, and wake everybody who still waits. Idempotent."""
+        if self._closed:
+            return
+        self._closed = True
+        for entry in self._records:
+            entry.wake_all()
+        if self._shell is not None:
+            await self._shell.close()
+        if self._background:
+            await asyncio.wait(self._background)
+        if self._control is not None:
+            self._control.close()
+        self._threads.shutdown()
+
+    # -- jobs --------------------------------------------------------------------------------------------------
+
+    async def submit(
+        self,
+        params: dict[str, Any],
+        *,
+        output: OutputKind,
+        images: Sequence[bytes] = (),
+        metadata: Mapping[str, str] | None = None,
+        queue_timeout: float | None = None,
+        run_timeout: float | None = None,
+    ) -> JobRecord:
+        """Accept a request whose parameters were validated against `schema`.
+
+        ``params`` name image ``i`` of ``images`` (encoded files) as ``{"blob": i}``. Raises `NotReady` before an
+        instance has said what it accepts and while stopping, and `StorageFull` while finished media could not be kept.
+        """
+        shell = self._live_shell()
+        if self.schema() is None:
+            raise NotReady("no instance has registered yet, so it is not known what the model accepts")
+        self._media.check_room()
+        _check_blobs(params, len(images))
+        request = self._mint(output)
+        entry = Entry(request, output, params, dict(metadata or {}), _pending(request))
+        self._records.add(entry)
+        if images:
+            shell.blobs[request] = tuple(images)
+        shell.feed(
+            Submit(
+                request=request,
+                params=params,
+                queue_timeout=self._config.queue_timeout if queue_timeout is None else queue_timeout,
+                run_timeout=self._config.run_timeout if run_timeout is None else run_timeout,
+            )
+        )
+        return entry.record()
+
+    def get(self, id: RequestId) -> JobRecord:
+        """The job as it is now; raises `NotFound`."""
+        return self._records.get(id).record()
+
+    def page(
+        self, *, output: OutputKind, after: RequestId | None, limit: int, order: Literal["asc", "desc"]
+    ) -> tuple[list[JobRecord], bool]:
+        """At most ``limit`` jobs of one kind by age, from behind the cursor ``after`` on, and whether more follow."""
+        return self._records.page(output=output, after=after, limit=limit, order=order)
+
+    async def wait(self, id: RequestId) -> JobRecord:
+        """The job once it has ended; one that is deleted meanwhile ends as cancelled. Raises `NotFound`, and
+        `NotReady` when the server stops before."""
+        entry = self._records.get(id)
+        while not entry.ended:
+            self._live_shell()
+            await _turn(entry.waiters)
+        return entry.record()
+
+    def watch(self, id: RequestId) -> AsyncIterator[JobRecord]:
+        """The job now and after every change, ending with its final state. A slow reader misses states in between
+        and costs no memory. Raises `NotFound` at once, and `NotReady` when the server stops."""
+        return self._watch(self._records.get(id))
+
+    async def _watch(self, entry: Entry) -> AsyncIterator[JobRecord]:
+        shown: JobView | None = None
+        while True:
+            while entry.view is shown:
+                self._live_shell()
+                await _turn(entry.watchers)
+            shown = entry.view
+            record = entry.record()
+            yield record
+            if record.ended:
+                return
+
+    async def cancel(self, id: RequestId) -> JobRecord:
+        """Ask for the job to stop; nothing happens when it has ended. Raises `NotFound`."""
+        entry = self._records.get(id)
+        if not entry.ended:
+            self._live_shell().feed(CancelRequest(request=id))
+        return entry.record()
+
+    async def delete(self, id: RequestId) -> JobRecord:
+        """Forget a job and its media, stopping it first when it is live; returns its last state."""
+        await self.cancel(id)
+        entry = self._records.get(id)
+        record = entry.record()
+        self._records.remove(entry)
+        await self._in_thread(self._media.remove, entry.files)
+        return record
+
+    # -- the server itself -------------------------------------------------------------------------------------
+
+    @property
+    def registry(self) -> CollectorRegistry:
+        """The metrics. To be rendered on the loop's thread, because a scrape reads the router."""
+        return self._metrics.registry
+
+    def schema(self) -> RequestSchema | None:
+        """What the model accepts; None until an instance has said hello."""
+        return self._router.schema
+
+    def smallest_pool(self) -> int | None:
+        """Bytes of the smallest transfer pool of the live instances; None while there is none."""
+        return min((instance.pool_bytes for instance in self._router.instances()), default=None)
+
+    def readiness(self) -> Readiness:
+        """Whether every role has a live instance and every named instance has come; reasons name what is missing."""
+        return judge(
+            self._router.instances(), self._config.instance_urls, self._addresses, self._router.missing_roles()
+        )
+
+    def info(self) -> dict[str, Any]:
+        """Roles, instances, slots, queues and memory as plain JSON values, for people and dashboards."""
+        readiness = self.readiness()
+        about = {
+            "version": triptych.__version__,
+            "server_epoch": self._epoch,
+            "uptime_seconds": time.monotonic() - self._created,
+            "ready": readiness.ready,
+            "reasons": list(readiness.reasons),
+            "requests": {state.value: count for state, count in self._records.states.items() if count},
+            "dropped": {} if self._control is None else self._control.dropped,
+        }
+        return about | describe_pool(self._router.instances(), self._router.queue_depths())
+
+    # -- called by the shell -----------------------------------------------------------------------------------
+
+    def updated(self, view: JobView) -> None:
+        """A request changed: remember it, measure it, and tell who waits."""
+        if view.state in TERMINAL:
+            self._metrics.ended(view.state)
+            if self._shell is not None:
+                self._shell.blobs.pop(view.request, None)
+        entry = self._records.find(view.request)
+        if entry is None:
+            return
+        timings = view.timings
+        while entry.timings_seen < len(timings):
+            self._metrics.stage(timings[entry.timings_seen])
+            entry.timings_seen += 1
+        self._records.update(entry, view)
+
+    def counted(self, count: Count) -> None:
+        """The router found something worth counting."""
+        self._metrics.count(count)
+        log.info("%s: %s (instance %s, request %s)", count.name, count.detail, count.instance, count.request)
+
+    async def store(self, request: RequestId, files: Sequence[tuple[MediaFile, bytes]]) -> None:
+        """Keep the files of a job that is about to end; raises `StorageFull` or `StorageFailed`."""
+        stored = await self._in_thread(self._media.store, request, files)
+        entry = self._records.find(request)
+        if entry is None or entry.ended:  # cancelled or deleted while its files were being written
+            await self._in_thread(self._media.remove, stored)
+        else:
+            entry.files = stored
+
+    def ticked(self) -> None:
+        """About once a second: look up host names, and count the frames that were dropped."""
+        for instance in self._router.instances():
+            self._known.pop(instance.instance, None)
+            self._known[instance.instance] = None
+        while len(self._known) > KNOWN_INSTANCES:
+            del self._known[next(iter(self._known))]
+        if self._control is not None:
+            self._metrics.dropped(self._control.dropped)
+        if self._addresses.stale and not self._resolving:
+            self._resolving = True
+            self._spawn(self._resolve())
+
+    # -- inside ------------------------------------------------------------------------------------------------
+
+    async def _resolve(self) -> None:
+        try:
+            await self._in_thread(self._addresses.resolve)
+        finally:
+            self._resolving = False
+
+    def _forget_media(self, entry: Entry) -> None:
+        if entry.files:
+            self._spawn(self._remove_media(entry.files))
+
+    async def _remove_media(self, files: Sequence[StoredFile]) -> None:
+        try:
+            await self._in_thread(self._media.remove, files)
+        except StorageFailed as error:
+            log.error("media of a job that was dropped for room stays behind: %s", error)
+
+    def _spawn(self, work: Coroutine[Any, Any, None]) -> None:
+        task = asyncio.get_running_loop().create_task(work)
+        self._background.add(task)
+        task.add_done_callback(self._background.discard)
+
+    def _in_thread(self, call: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> asyncio.Future[T]:
+        return asyncio.get_running_loop().run_in_executor(self._threads, functools.partial(call, *args, **kwargs))
+
+    def _live_shell(self) -> Shell:
+        if self._closed or self._shell is None:
+            raise NotReady("the server is stopping" if self._closed else "the server has not started")
+        return self._shell
+
+    def _result_urls(self) -> dict[Role, str]:
+        host = f"[{self._config.host}]" if ":" in self._config.host else self._config.host
+        return {role: f"tcp://{host}:{self._config.result_port(role)}" for role in ROLES}
+
+    def _gauges(self) -> Gauges:
+        instances = self._router.instances()
+        live = {instance.instance for instance in instances}
+        return Gauges(
+            states=self._records.states,
+            queues=self._router.queue_depths(),
+            slots_used={r: sum(len(i.leases) for i in instances if r in i.roles) for r in ROLES},
+            slots_free={r: sum(i.free_slots for i in instances if r in i.roles) for r in ROLES},
+            up={instance: instance in live for instance in (*self._known, *live)},
+        )
+
+
+def _pending(request: RequestId) -> JobView:
+    return JobView(
+        request=request,
+        state=JobState.PENDING,
+        attempt=1,
+        step=0,
+        steps=0,
+        position=None,
+        waiting_seconds=0.0,
+        running_seconds=0.0,
+        error=None,
+        timings=(),
+    )
+
+
+def _check_blobs(params: Mapping[str, Any], images: int) -> None:
+    for name, value in params.items():
+        for item in cast("list[Any]", value) if isinstance(value, list) else (value,):
+            if isinstance(item, dict) and not 0 <= cast("dict[str, Any]", item).get("blob", -1) < images:
+                raise BadRequest(name, f"{name}={item!r}: must name one of {images} images")
+
+
+async def _turn(waiting: list[asyncio.Future[None]]) -> None:
+    """Wait until woken; leaves nothing behind when cancelled."""
+    future: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+    waiting.append(future)
+    try:
+        await future
+    except asyncio.CancelledError:
+        if future in waiting:
+            waiting.remove(future)
+        raise

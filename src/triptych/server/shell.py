@@ -1,0 +1,187 @@
+"""The asyncio shell around the router: sockets, clock and files in, the router's actions out, on one thread."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections import deque
+from collections.abc import Iterable, Sequence
+from typing import Protocol, assert_never
+
+from triptych.core.events import (
+    Count,
+    Disconnect,
+    FilesStored,
+    JobView,
+    Received,
+    RouterAction,
+    RouterEvent,
+    SendMember,
+    SendWork,
+    StoreFailed,
+    StoreFiles,
+    Tick,
+    Update,
+)
+from triptych.core.router import Router
+from triptych.errors import StorageFailed, StorageFull
+from triptych.ids import RequestId
+from triptych.transport.control.server import Inbound, ServerControl
+from triptych.wire.messages import ErrorInfo, MediaFile
+
+log = logging.getLogger(__name__)
+
+LONGEST_SLEEP = 1.0
+"""Seconds after which the router gets a tick even when it asked for none."""
+
+
+class ShellOwner(Protocol):
+    """Who is told what the router decided. Called on the loop's thread; must not block."""
+
+    def updated(self, view: JobView) -> None:
+        """A request changed."""
+        ...
+
+    def counted(self, count: Count) -> None:
+        """Something was counted."""
+        ...
+
+    async def store(self, request: RequestId, files: Sequence[tuple[MediaFile, bytes]]) -> None:
+        """Keep the files of a finished request. Raises `StorageFull` or `StorageFailed`."""
+        ...
+
+    def ticked(self) -> None:
+        """About a second passed."""
+        ...
+
+
+class Shell:
+    """Runs one router. Everything happens on the loop's thread; every turn of the loop ends in one flush.
+
+    ``blobs`` holds the uploaded images of live requests; who submits puts them there and takes them out at the end,
+    because a lost encoder output can bring a request back to the encoder at any time before.
+    """
+
+    def __init__(self, router: Router, control: ServerControl, owner: ShellOwner) -> None:
+        self.router = router
+        self.blobs: dict[RequestId, Sequence[bytes]] = {}
+        self._control = control
+        self._owner = owner
+        self._loop = asyncio.get_running_loop()
+        self._storing: set[asyncio.Task[None]] = set()
+        self._inbox: deque[Inbound] = deque()
+        self._arrived: tuple[bytes, ...] = ()
+        """Raw frames of the message that the router handles at the moment."""
+        self._flushing = False
+        self._timer: asyncio.TimerHandle | None = None
+        self._last_told = 0.0
+
+    def start(self) -> None:
+        """Listen to the sockets and the clock."""
+        self._control.attach(self._loop, self._readable)
+        self._tick()
+
+    async def close(self) -> None:
+        """Let files that are being written be finished, and stop. The sockets stay the caller's."""
+        if self._timer is not None:
+            self._timer.cancel()
+            self._timer = None
+        if self._storing:
+            await asyncio.wait(self._storing)
+        self._control.flush()
+
+    def feed(self, event: RouterEvent) -> None:
+        """Let the router handle an event now; what it sends leaves at the end of this turn of the loop."""
+        self._perform(self.router.handle(event, self._loop.time()))
+        if not self._flushing:
+            self._flushing = True
+            self._loop.call_soon(self._flush)
+
+    def _readable(self) -> None:
+        self._inbox.extend(self._control.receive())
+        self._drain()
+
+    def _drain(self) -> None:
+        inbox, handle = self._inbox, self.router.handle
+        now = self._loop.time()
+        try:
+            while inbox:
+                inbound = inbox.popleft()
+                self._arrived = inbound.blobs
+                self._perform(handle(Received(message=inbound.message), now))
+        finally:
+            # A message that breaks the router is reported by the loop; those behind it still get their turn.
+            self._arrived = ()
+            if inbox:
+                self._loop.call_soon(self._drain)
+            self._flush()
+
+    def _flush(self) -> None:
+        self._flushing = False
+        self._control.flush()
+        self._set_timer()
+
+    def _set_timer(self) -> None:
+        now = self._loop.time()
+        deadline = min(self.router.next_deadline(now), now + LONGEST_SLEEP)
+        if self._timer is not None:
+            if self._timer.when() <= deadline:
+                return
+            self._timer.cancel()
+        self._timer = self._loop.call_at(deadline, self._tick)
+
+    def _tick(self) -> None:
+        self._timer = None
+        self.feed(Tick())
+        now = self._loop.time()
+        if now - self._last_told >= LONGEST_SLEEP:
+            self._last_told = now
+            self._owner.ticked()
+
+    def _perform(self, actions: Iterable[RouterAction]) -> None:
+        for action in actions:
+            match action:
+                case Update():
+                    self._owner.updated(action.view)
+                case SendWork():
+                    blobs = () if action.with_blobs is None else self.blobs.get(action.with_blobs, ())
+                    self._control.send_work(action.work_url, action.message, blobs)
+                case SendMember():
+                    self._control.send_member(action.instance, action.message)
+                case StoreFiles():
+                    self._store(action)
+                case Count():
+                    self._owner.counted(action)
+                case Disconnect():
+                    self._control.disconnect(action.work_url)
+                case _:
+                    assert_never(action)
+
+    def _store(self, action: StoreFiles) -> None:
+        lease = action.lease
+        if not action.files:
+            # Not at once: the router's other actions of this event come first.
+            self._loop.call_soon(self.feed, FilesStored(request=lease.request, attempt=lease.attempt))
+            return
+        task = self._loop.create_task(self._store_and_tell(action, self._arrived))
+        self._storing.add(task)
+        task.add_done_callback(self._storing.discard)
+
+    async def _store_and_tell(self, action: StoreFiles, blobs: tuple[bytes, ...]) -> None:
+        lease = action.lease
+        event: RouterEvent
+        try:
+            await self._owner.store(lease.request, _with_bytes(action.files, blobs))
+            event = FilesStored(request=lease.request, attempt=lease.attempt)
+        except (StorageFull, StorageFailed) as error:
+            log.error("files of %s were not stored: %s", lease.request, error)
+            info = ErrorInfo(code=error.code, message=error.message, blame=error.blame.value)
+            event = StoreFailed(request=lease.request, attempt=lease.attempt, error=info)
+        self.feed(event)
+
+
+def _with_bytes(files: Sequence[MediaFile], blobs: Sequence[bytes]) -> list[tuple[MediaFile, bytes]]:
+    for file in files:
+        if not 0 <= file.blob < len(blobs):
+            raise StorageFailed(f"a media file without its bytes: frame {file.blob} of {len(blobs)}")
+    return [(file, blobs[file.blob]) for file in files]
