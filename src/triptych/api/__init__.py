@@ -1,0 +1,1 @@
+"""The HTTP door: OpenAI-compatible videos and images over the DiffusionService."""

@@ -1,0 +1,106 @@
+"""Request bodies as plain fields: strict JSON, or multipart form data with uploads."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass, field
+from typing import Any, NoReturn
+
+from python_multipart.multipart import parse_options_header
+from starlette.datastructures import UploadFile
+from starlette.requests import Request
+
+from triptych.api.errors import WrongMediaType
+from triptych.errors import BadRequest
+
+MAX_FIELDS = 64
+MAX_FILES = 8
+ACCEPTED = "application/json or multipart/form-data"
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Body:
+    """The fields of one request, not yet validated."""
+
+    fields: dict[str, Any]
+    uploads: dict[str, list[bytes]] = field(default_factory=dict[str, list[bytes]])
+    """Field name to the contents of its files; client file names are dropped here and used nowhere."""
+    form: bool = False
+    """Values came as text, so that "20" may be an integer."""
+
+
+async def read_body(request: Request, *, form: bool) -> Body:
+    """The body of ``request``; ``form`` allows multipart. Raises `BadRequest` or one of its kin."""
+    header = request.headers.get("content-type", "")
+    kind = parse_options_header(header)[0]
+    if kind == b"application/json":
+        return Body(fields=parse_json(await request.body()))
+    if form and kind == b"multipart/form-data":
+        return await _read_form(request)
+    accepted = ACCEPTED if form else "application/json"
+    raise WrongMediaType("Content-Type", f"Content-Type={header[:80]!r}: must be {accepted}")
+
+
+def parse_json(data: bytes) -> dict[str, Any]:
+    """The JSON object in ``data``; NaN, infinities and repeated keys are refused."""
+    try:
+        value = json.loads(data.decode("utf-8"), object_pairs_hook=_unique, parse_constant=_no_constant)
+    except UnicodeDecodeError as error:
+        raise BadRequest(
+            None, f"the body is not UTF-8: {error.reason} at byte {error.start}", code="bad_json"
+        ) from error
+    except json.JSONDecodeError as error:
+        where = f"line {error.lineno}, column {error.colno}"
+        raise BadRequest(None, f"the body is not JSON: {error.msg} at {where}", code="bad_json") from error
+    except RecursionError as error:
+        raise BadRequest(None, "the body is nested too deeply", code="bad_json") from error
+    except ValueError as error:  # an integer of thousands of digits
+        raise BadRequest(None, f"the body holds a number that cannot be read: {error}", code="bad_json") from error
+    if not isinstance(value, dict):
+        raise BadRequest(None, f"the body is a JSON {_json_kind(value)}; it must be an object", code="bad_json")
+    return value
+
+
+def _json_kind(value: object) -> str:
+    match value:
+        case None:
+            return "null"
+        case bool():
+            return "boolean"
+        case int() | float():
+            return "number"
+        case str():
+            return "string"
+        case _:
+            return "array"
+
+
+def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    result = dict(pairs)
+    if len(result) != len(pairs):
+        names = [name for name, _ in pairs]
+        twice = next(name for name in names if names.count(name) > 1)
+        raise BadRequest(twice, f"{twice[:60]}: given more than once", code="duplicate_field")
+    return result
+
+
+def _no_constant(name: str) -> NoReturn:
+    raise BadRequest(None, f"the body is not JSON: {name} is not a JSON number", code="bad_json")
+
+
+async def _read_form(request: Request) -> Body:
+    fields: dict[str, Any] = {}
+    uploads: dict[str, list[bytes]] = {}
+    async with request.form(max_files=MAX_FILES, max_fields=MAX_FIELDS) as form:
+        for name, value in form.multi_items():
+            if isinstance(value, UploadFile):
+                uploads.setdefault(name, []).append(await value.read())
+            elif name in fields:
+                raise BadRequest(name, f"{name[:60]}: given more than once", code="duplicate_field")
+            else:
+                fields[name] = value
+    both = fields.keys() & uploads.keys()
+    if both:
+        name = min(both)
+        raise BadRequest(name, f"{name[:60]}: given more than once", code="duplicate_field")
+    return Body(fields=fields, uploads=uploads, form=True)

@@ -1,0 +1,96 @@
+"""Finished media over HTTP: whole or in byte ranges, straight from the store, found by job and never by path."""
+
+from __future__ import annotations
+
+import os
+import re
+from pathlib import Path
+from typing import Literal
+
+from anyio import to_thread
+from fastapi import FastAPI, Request
+from starlette.responses import FileResponse
+
+from triptych.api.errors import RangeNotSatisfiable
+from triptych.api.routes import STRICT, errors
+from triptych.errors import NotFound
+from triptych.ids import RequestId
+from triptych.server.records import StoredFile
+from triptych.server.service import DiffusionService
+
+_NAME = re.compile(r"((?:video|image)_[0-9a-f]{32})(?:-\d{1,3})?\.[a-z0-9]{1,8}")
+_RANGE = re.compile(r"bytes=\s*(?:\d{1,18}-\d{0,18}|-\d{1,18})(?:\s*,\s*(?:\d{1,18}-\d{0,18}|-\d{1,18})){0,15}\s*")
+
+
+def check_range(header: str, size: int) -> bool:
+    """Whether a Range header is to be obeyed; one that is none is to be ignored, as HTTP says.
+
+    Raises `RangeNotSatisfiable` for a range outside of ``size`` bytes.
+    """
+    if not _RANGE.fullmatch(header):
+        return False
+    for part in header.partition("=")[2].split(","):
+        first, _, last = part.strip().partition("-")
+        if first and last and int(last) < int(first):
+            return False
+        if (int(first) >= size) if first else (int(last) == 0 or size == 0):
+            raise RangeNotSatisfiable(header[:60], size)
+    return True
+
+
+async def media_response(
+    request: Request, file: StoredFile, disposition: Literal["attachment", "inline"]
+) -> FileResponse:
+    """The file as a response to ``request``; raises `NotFound` when it is gone from the store."""
+    status = await to_thread.run_sync(_stat, file.path)
+    if status is None:
+        raise NotFound(f"{file.name} is no longer in the store")
+    header = request.headers.get("range")
+    if header is not None and not check_range(header, status.st_size):
+        request.scope["headers"] = [pair for pair in request.scope["headers"] if pair[0] != b"range"]
+    return FileResponse(
+        file.path,
+        media_type=file.mime,
+        filename=file.name,
+        stat_result=status,
+        content_disposition_type=disposition,
+        headers={"x-content-type-options": "nosniff"},
+    )
+
+
+def _stat(path: Path) -> os.stat_result | None:
+    try:
+        return path.stat()
+    except FileNotFoundError:
+        return None
+
+
+class Files:
+    """Files of jobs by name."""
+
+    def __init__(self, service: DiffusionService) -> None:
+        self._service = service
+
+    def add_to(self, app: FastAPI) -> None:
+        """Add the routes."""
+        app.add_api_route(
+            "/v1/files/{name}",
+            self.get,
+            methods=["GET"],
+            response_class=FileResponse,
+            responses=errors(400, 404, 416, 500),
+            dependencies=STRICT,
+            tags=["files"],
+            summary="Download a finished file by the name that its job gave it",
+        )
+        app.add_api_route("/v1/files/{name}", self.get, methods=["HEAD"], include_in_schema=False, dependencies=STRICT)
+
+    async def get(self, request: Request, name: str) -> FileResponse:
+        """A finished file by its name in the store."""
+        found = _NAME.fullmatch(name)
+        if found is not None:
+            record = self._service.get(RequestId(found[1]))
+            for file in record.files:
+                if file.name == name:
+                    return await media_response(request, file, "inline")
+        raise NotFound(f"no file has the name {name[:80]!r}")

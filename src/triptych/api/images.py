@@ -1,0 +1,158 @@
+"""The OpenAI images API: generate, wait, answer; a client that hangs up stops the work."""
+
+from __future__ import annotations
+
+import asyncio
+import base64
+from collections.abc import AsyncGenerator, Sequence
+from contextlib import asynccontextmanager, suppress
+
+from anyio import to_thread
+from fastapi import FastAPI, Request
+from starlette.responses import JSONResponse, Response
+
+from triptych.api.body import read_body
+from triptych.api.errors import DeadlinePassed, JobCancelled
+from triptych.api.orders import Order, check_handoff, read_order
+from triptych.api.ready import need_schema
+from triptych.api.routes import STRICT, errors
+from triptych.api.shapes import ImageData, Images
+from triptych.api.videos import error_of, metadata_of, timings_of
+from triptych.config import ServerConfig
+from triptych.core.events import JobState
+from triptych.errors import BadRequest, NotFound, StageError
+from triptych.server.records import JobRecord, StoredFile
+from triptych.server.service import DiffusionService
+from triptych.wire.schema import RequestSchema
+
+GRACE_SECONDS = 30.0
+"""Beyond a job's own limits of waiting and running, for storing and for the router's clock."""
+
+CLIENT_CLOSED = 499
+"""What the log and the metrics see of a client that hung up; nobody else does."""
+
+
+class ImageRoutes:
+    """The endpoint under /v1/images."""
+
+    def __init__(self, service: DiffusionService, config: ServerConfig) -> None:
+        self._service = service
+        self._deadline = config.queue_timeout + config.run_timeout + GRACE_SECONDS
+
+    def add_to(self, app: FastAPI) -> None:
+        """Add the route."""
+        app.add_api_route(
+            "/v1/images/generations",
+            self.generate,
+            methods=["POST"],
+            summary="Make images and wait for them",
+            response_model=Images,
+            responses=errors(400, 404, 409, 413, 415, 429, 500, 503, 504, 507),
+            dependencies=STRICT,
+            tags=["images"],
+        )
+
+    async def generate(self, request: Request) -> Response:
+        """Make ``n`` images of one prompt."""
+        body = await read_body(request, form=False)
+        schema = need_schema(self._service)
+        order = await to_thread.run_sync(read_order, schema, body, "image")
+        check_handoff(schema, order.params, self._service.smallest_pool())
+        async with self._jobs(schema, order) as jobs:
+            records = await self._outcome(request, jobs)
+            if records is None:
+                return Response(status_code=CLIENT_CLOSED)
+            files = [file for record in records for file in record.files][: order.count]
+            if len(files) < order.count:
+                raise StageError(f"{order.count} images were asked for and {len(files)} were made")
+            data = await self._data(request, order, files)
+        if order.response_format == "b64_json":
+            for record in records:
+                await self._forget(record)
+        return JSONResponse(_images(order, records, files[0], data).model_dump())
+
+    @asynccontextmanager
+    async def _jobs(self, schema: RequestSchema, order: Order) -> AsyncGenerator[list[JobRecord]]:
+        """The jobs of an order, gone again with everything that they made unless the block ends well.
+
+        A pipeline that makes several images of one prompt gets one job; else every image is a job of its own, with
+        the next seed, and instances share them.
+        """
+        shared = schema.param("n") is not None
+        jobs: list[JobRecord] = []
+        try:
+            for index in range(1 if shared else order.count):
+                params = dict(order.params)
+                if index and "seed" in params:
+                    params["seed"] += index
+                jobs.append(
+                    await self._service.submit(params, output="image", images=order.images, metadata=metadata_of(order))
+                )
+            yield jobs
+        except BaseException:
+            for job in jobs:
+                await self._forget(job)
+            raise
+
+    async def _outcome(self, request: Request, jobs: Sequence[JobRecord]) -> list[JobRecord] | None:
+        """The ended jobs, all of them done; None when the client hung up first, and then the jobs are cancelled."""
+        ends = [asyncio.ensure_future(self._end(job)) for job in jobs]
+        done = asyncio.gather(*ends)
+        gone = asyncio.ensure_future(_hung_up(request))
+        try:
+            await asyncio.wait((done, gone), timeout=self._deadline, return_when=asyncio.FIRST_COMPLETED)
+            if done.done():
+                return list(done.result())
+            if not gone.done():
+                raise DeadlinePassed(f"the images were not made within {self._deadline:g} seconds")
+            for job in jobs:
+                await self._forget(job)
+            return None
+        finally:
+            for task in (done, gone, *ends):
+                task.cancel()
+            await asyncio.gather(done, gone, *ends, return_exceptions=True)
+
+    async def _end(self, job: JobRecord) -> JobRecord:
+        record = await self._service.wait(job.id)
+        error = error_of(record.view)
+        if error is None:
+            return record
+        match record.view.state:
+            case JobState.TIMED_OUT:
+                raise DeadlinePassed(error.message)
+            case JobState.CANCELLED:
+                raise JobCancelled(error.message)
+            case _:
+                blame = record.view.error.blame if record.view.error else "us"
+                if blame == "caller":
+                    raise BadRequest(None, error.message, code=error.code)
+                raise StageError(error.message)
+
+    async def _data(self, request: Request, order: Order, files: Sequence[StoredFile]) -> list[ImageData]:
+        if order.response_format == "url":
+            base = str(request.base_url)
+            return [ImageData(url=f"{base}v1/files/{file.name}", b64_json=None, revised_prompt=None) for file in files]
+        pixels = [await to_thread.run_sync(file.path.read_bytes) for file in files]
+        return [ImageData(url=None, b64_json=base64.b64encode(data).decode(), revised_prompt=None) for data in pixels]
+
+    async def _forget(self, job: JobRecord) -> None:
+        with suppress(NotFound):  # somebody was faster
+            await self._service.delete(job.id)
+
+
+async def _hung_up(request: Request) -> None:
+    """Returns when the client has closed the connection; the body must have been read."""
+    while (await request.receive())["type"] != "http.disconnect":
+        pass
+
+
+def _images(order: Order, records: Sequence[JobRecord], first: StoredFile, data: list[ImageData]) -> Images:
+    return Images(
+        created=int(records[0].created_at),
+        data=data,
+        output_format=order.params["output_format"],
+        size=f"{first.width}x{first.height}",
+        seed=records[0].params.get("seed"),
+        timings=[timings_of(record.view) for record in records],
+    )

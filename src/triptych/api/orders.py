@@ -1,0 +1,277 @@
+"""From the fields of a request to an order: the pipeline's parameters, checked, with every default filled in.
+
+Clients speak OpenAI's names, pipelines their own. ``size`` becomes width and height, ``seconds`` becomes num_frames,
+``input_reference`` becomes image; every other field has the pipeline's name already. ``null`` means "not given".
+Nothing here leaves the process: what is refused here never reaches an instance.
+"""
+
+from __future__ import annotations
+
+import re
+import secrets
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import PurePath
+from typing import Any, Final, Literal, TypeAlias
+
+from triptych.api.body import Body
+from triptych.api.errors import BodyTooLarge, ModelNotFound
+from triptych.api.pictures import check_picture
+from triptych.api.validation import bounded, check, nearest, read_number, read_text, refuse, unknown_field
+from triptych.errors import BadRequest
+from triptych.wire.schema import Param, RequestSchema
+
+Output: TypeAlias = Literal["video", "image"]
+
+FORMATS: Final[Mapping[Output, tuple[str, ...]]] = {"video": ("mp4",), "image": ("png", "jpeg", "webp")}
+"""Output to the formats that it can be had in; the first is the default."""
+
+RESPONSE_FORMATS: Final = ("url", "b64_json")
+
+_FRESH_SEED_LIMIT: Final = 2**32
+"""Seeds that we draw stay below it, so that every JSON reader can repeat them exactly."""
+
+_SIZE = re.compile(r"(\d{1,6})[xX](\d{1,6})")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Order:
+    """A request that may be submitted."""
+
+    params: dict[str, Any]
+    images: tuple[bytes, ...]
+    model: str
+    """As the client named it."""
+    size: str
+    """WIDTHxHEIGHT; empty when the model has no such parameters."""
+    seconds: str
+    """Length of the clip; empty for an image."""
+    response_format: str
+    count: int
+    """Images wanted; 1 for a video."""
+
+
+def model_names(schema: RequestSchema) -> tuple[str, ...]:
+    """The names by which a request may call the served model: as launched, and the last part of that."""
+    return tuple(dict.fromkeys((schema.model, PurePath(schema.model).name)))
+
+
+def accepted(schema: RequestSchema, output: Output) -> dict[str, Param]:
+    """What a request for ``output`` may set under the pipeline's own names, with all bounds in place."""
+    params = {p.name: bounded(p) for p in schema.params}
+    if output == "image":
+        params.pop("num_frames", None)
+        params.pop("fps", None)
+    most = 1 if output == "video" else 10
+    declared = params.get("n")
+    if declared is not None and declared.maximum is not None:
+        most = min(most, int(declared.maximum))
+    params["n"] = Param(name="n", type="integer", default=1, minimum=1, maximum=most)
+    formats = FORMATS[output]
+    declared = params.get("output_format")
+    if declared is not None and declared.choices:
+        formats = tuple(f for f in formats if f in declared.choices) or formats
+    params["output_format"] = Param(name="output_format", type="string", default=formats[0], choices=formats)
+    return params
+
+
+def spoken(schema: RequestSchema, output: Output) -> set[str]:
+    """Every field name that a request for ``output`` may carry."""
+    params = accepted(schema, output)
+    names = {"model", *params}
+    if {"width", "height"} <= params.keys():
+        names.add("size")
+    if {"num_frames", "fps"} <= params.keys():
+        names.add("seconds")
+    if _picture_param(params) is not None:
+        names.add("input_reference")
+    if output == "image":
+        names.add("response_format")
+    return names
+
+
+def read_order(schema: RequestSchema, body: Body, output: Output) -> Order:
+    """The order that ``body`` stands for; raises `BadRequest` (or kin) at the first thing wrong with it."""
+    if output == "video" and schema.output == "image":
+        raise BadRequest("model", f"model {schema.model!r} makes images; use POST /v1/images/generations")
+    given = {name: value for name, value in body.fields.items() if value is not None}
+    model = _model(schema, given.pop("model", None))
+    params = accepted(schema, output)
+    _known_only(schema, output, [*body.fields, *body.uploads])
+    response_format = _response_format(given.pop("response_format", None))
+    values = _size(params, given, form=body.form)
+    duration = given.pop("seconds", None)
+    uploads = _uploads(params, given, body.uploads)
+    for name, value in given.items():
+        values[name] = check(params[name], value, form=body.form)
+    seconds = ""
+    if duration is not None:
+        values["num_frames"], seconds = _frames(params, values, duration)
+    count = int(values.pop("n", 1))
+    pictures, images = _pictures(uploads)
+    values.update(pictures)
+    _fill(params, values)
+    if schema.param("n") is not None:
+        values["n"] = count
+    return Order(
+        params=_complete(schema, values, output),
+        images=images,
+        model=model,
+        size=f"{values['width']}x{values['height']}" if {"width", "height"} <= values.keys() else "",
+        seconds=seconds or _seconds(values),
+        response_format=response_format,
+        count=count,
+    )
+
+
+def _model(schema: RequestSchema, value: Any) -> str:
+    names = model_names(schema)
+    if value is None:
+        return names[-1]
+    name = read_text("model", value, 1024)
+    if name not in names:
+        raise ModelNotFound("model", f"model={name[:60]!r} is not served here; served: {', '.join(names)}")
+    return name
+
+
+def _known_only(schema: RequestSchema, output: Output, names: list[str]) -> None:
+    known = spoken(schema, output)
+    for name in names:
+        if name in known:
+            continue
+        if name in ("input_reference", "image"):
+            raise BadRequest(name, f"{name}: model {schema.model!r} ({schema.task}) takes no image")
+        raise unknown_field(name, known)
+
+
+def _response_format(value: Any) -> str:
+    if value is None:
+        return RESPONSE_FORMATS[0]
+    if value not in RESPONSE_FORMATS:
+        refuse("response_format", value, f"one of {', '.join(RESPONSE_FORMATS)}")
+    return value
+
+
+def _size(params: Mapping[str, Param], given: dict[str, Any], *, form: bool) -> dict[str, Any]:
+    """Width and height out of ``size``, if that is given. Errors speak of the field that the client used."""
+    value = given.pop("size", None)
+    if value is None:
+        return {}
+    for name in ("width", "height"):
+        if name in given:
+            raise BadRequest("size", f"size={str(value)[:20]!r} and {name} are both given; give one of them")
+    found = _SIZE.fullmatch(value) if isinstance(value, str) else None
+    if found is None:
+        refuse("size", value, "WIDTHxHEIGHT in pixels, e.g. '832x480'")
+    sides = {"width": int(found[1]), "height": int(found[2])}
+    for name, side in sides.items():
+        try:
+            check(params[name], side, form=form)
+        except BadRequest as error:
+            raise BadRequest("size", f"size={value!r}: {error.message}") from error
+    return sides
+
+
+def _frames(params: Mapping[str, Param], values: Mapping[str, Any], duration: Any) -> tuple[int, str]:
+    """The legal number of frames closest to ``duration`` seconds, and the duration as the client wrote it."""
+    if "num_frames" in values:
+        raise BadRequest("seconds", "seconds and num_frames are both given; give one of them")
+    seconds = read_number("seconds", duration, form=True)
+    fps = values.get("fps", params["fps"].default)
+    if not fps:
+        raise BadRequest("fps", "fps: is needed where seconds is given; this model has no default")
+    frames = params["num_frames"]
+    if seconds <= 0 or seconds * fps > 10**9:
+        refuse("seconds", duration, f"more than 0 and at most {(frames.maximum or 10**6) / fps:g} at {fps:g} fps")
+    wanted = nearest(frames, seconds * fps)
+    try:
+        check(frames, wanted, form=False)
+    except BadRequest as error:
+        raise BadRequest("seconds", f"seconds={duration!r} at {fps:g} fps: {error.message}") from error
+    return wanted, f"{seconds:g}"
+
+
+def _seconds(values: Mapping[str, Any]) -> str:
+    frames, fps = values.get("num_frames"), values.get("fps")
+    return f"{frames / fps:g}" if frames and fps else ""
+
+
+def _picture_param(params: Mapping[str, Param]) -> Param | None:
+    return next((p for p in params.values() if p.type in ("image", "images")), None)
+
+
+def _uploads(
+    params: Mapping[str, Param], given: dict[str, Any], uploads: Mapping[str, list[bytes]]
+) -> dict[str, tuple[Param, list[bytes]]]:
+    """Field to the image parameter that it fills and its files."""
+    found: dict[str, tuple[Param, list[bytes]]] = {}
+    if "input_reference" in given:
+        raise BadRequest("input_reference", "input_reference: must be sent as a file of a multipart/form-data request")
+    for name, files in uploads.items():
+        param = _picture_param(params) if name == "input_reference" else params.get(name)
+        if param is None or param.type not in ("image", "images"):
+            raise BadRequest(name, f"{name}: must be a plain field, not a file")
+        most = 1 if param.type == "image" else param.max_length or len(files)
+        if len(files) > most:
+            raise BadRequest(name, f"{name}: has {len(files)} files; at most {most} accepted", code="duplicate_field")
+        if any(other is param for other, _ in found.values()):
+            raise BadRequest(name, f"{name}: {param.name} is given twice", code="duplicate_field")
+        found[name] = (param, files)
+    return found
+
+
+def _pictures(uploads: Mapping[str, tuple[Param, list[bytes]]]) -> tuple[dict[str, Any], tuple[bytes, ...]]:
+    """Image parameters as references into the tuple of checked files."""
+    values: dict[str, Any] = {}
+    blobs: list[bytes] = []
+    for name, (param, files) in uploads.items():
+        for data in files:
+            check_picture(name, data)
+        references = [{"blob": len(blobs) + i} for i in range(len(files))]
+        values[param.name] = references if param.type == "images" else references[0]
+        blobs.extend(files)
+    return values, tuple(blobs)
+
+
+def _fill(params: Mapping[str, Param], values: dict[str, Any]) -> None:
+    """Defaults, and a seed of our own where none is given: another attempt elsewhere must make the same pixels."""
+    for name, param in params.items():
+        if name in values or name == "n":
+            continue
+        if param.required:
+            raise BadRequest(name, f"{name}: is required", code="missing_field")
+        if param.default is not None:
+            values[name] = param.default
+        elif name == "seed":
+            values[name] = secrets.randbelow(_FRESH_SEED_LIMIT)
+
+
+def _complete(schema: RequestSchema, values: dict[str, Any], output: Output) -> dict[str, Any]:
+    """``values`` with what the output fixes: an image is one frame."""
+    frames = schema.param("num_frames")
+    if output == "video" or frames is None:
+        return values
+    fixed: dict[str, Any] = {"num_frames": check(bounded(frames), 1, form=False)}
+    fps = schema.param("fps")
+    if fps is not None and fps.default is not None:
+        fixed["fps"] = fps.default
+    return {**values, **fixed}
+
+
+def check_handoff(schema: RequestSchema, params: Mapping[str, Any], pool_bytes: int | None) -> None:
+    """Refuse latents that an instance's transfer pool could never hold, with both sizes.
+
+    Nothing is said while either size is unknown. Latents are what grows with a request; an instance refuses the rest.
+    """
+    size = schema.handoff
+    if size is None or pool_bytes is None or not {"height", "width"} <= params.keys():
+        return
+    frames = 1 + (int(params.get("num_frames", 1)) - 1) // size.temporal
+    area = (int(params["height"]) // size.spatial) * (int(params["width"]) // size.spatial)
+    needed = size.item_bytes * size.channels * frames * area * int(params.get("n", 1))
+    if needed > pool_bytes:
+        raise BodyTooLarge(
+            "size",
+            f"the latents of this request take {needed} bytes; the smallest transfer pool has {pool_bytes} "
+            "(--disagg-transfer-pool-size): ask for fewer frames or pixels",
+        )

@@ -1,0 +1,185 @@
+"""One request value against one declared parameter: type, bounds, divisibility, choices, lengths."""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Iterable
+from difflib import get_close_matches
+from typing import Any, Final, NoReturn, assert_never
+
+import msgspec
+
+from triptych.errors import BadRequest
+from triptych.wire.schema import Param
+
+INT64_MAX: Final = 2**63 - 1
+"""The largest integer that travels on the wire, and the largest seed."""
+
+_CAPS: Final[dict[str, tuple[float | None, float | None]]] = {
+    "height": (1, 16384),
+    "width": (1, 16384),
+    "num_frames": (1, 4096),
+    "fps": (1, 240),
+    "num_inference_steps": (1, 1000),
+    "guidance_scale": (0, 1000),
+    "max_sequence_length": (1, 65536),
+    "seed": (0, INT64_MAX),
+    "n": (1, 10),
+}
+"""Bounds that hold where a model declares none, so that no request can ask for the absurd."""
+
+_PROMPTS: Final = ("prompt", "negative_prompt")
+_PROMPT_CHARACTERS: Final = 32_000
+
+_INTEGER = re.compile(r"[+-]?\d{1,20}")
+_NUMBER = re.compile(r"[+-]?(\d{1,20}(\.\d{0,20})?|\.\d{1,20})([eE][+-]?\d{1,3})?")
+
+
+def bounded(param: Param) -> Param:
+    """``param`` with the house's bounds wherever the model left one open."""
+    minimum, maximum = _CAPS.get(param.name, (None, None))
+    length = _PROMPT_CHARACTERS if param.name in _PROMPTS else None
+    return msgspec.structs.replace(
+        param,
+        minimum=minimum if param.minimum is None else param.minimum,
+        maximum=maximum if param.maximum is None else param.maximum,
+        max_length=length if param.max_length is None else param.max_length,
+    )
+
+
+def shown(value: object) -> str:
+    """``value`` as an error message shows it: at most some 60 characters."""
+    text = repr(value[:64]) if isinstance(value, str) else repr(value) if not isinstance(value, dict | list) else "..."
+    return text if len(text) <= 60 else f"{text[:57]}..."
+
+
+def refuse(field: str, value: object, accepted: str) -> NoReturn:
+    """Raise the error of a value that is not ``accepted``."""
+    raise BadRequest(field, f"{field}={shown(value)}: must be {accepted}")
+
+
+def unknown_field(name: str, known: Iterable[str]) -> BadRequest:
+    """The error of a field that nothing reads, naming the nearest known one."""
+    names = sorted(known)
+    near = get_close_matches(name, names, n=1)
+    hint = f"did you mean {near[0]!r}?" if near else f"known are {', '.join(names)}"
+    return BadRequest(name[:60], f"{shown(name)} is not a field of this request; {hint}", code="unknown_field")
+
+
+def check(param: Param, value: Any, *, form: bool, field: str | None = None) -> bool | int | float | str:
+    """``value`` in the type of ``param``, or `BadRequest` that names ``field`` (the client's name for it).
+
+    With ``form`` the value is text and is read as the parameter's type.
+    """
+    name = field or param.name
+    match param.type:
+        case "string":
+            return _string(param, name, value)
+        case "boolean":
+            return _boolean(name, value, form=form)
+        case "integer":
+            return _ranged(param, name, read_integer(name, value, form=form))
+        case "number":
+            return _ranged(param, name, read_number(name, value, form=form))
+        case "image" | "images":
+            raise BadRequest(name, f"{name}: must be sent as a file of a multipart/form-data request")
+        case _:
+            assert_never(param.type)
+
+
+def read_integer(field: str, value: Any, *, form: bool) -> int:
+    """An integer within 64 bits; text only where ``form``."""
+    if form and isinstance(value, str) and _INTEGER.fullmatch(value.strip()):
+        value = int(value)
+    if isinstance(value, bool) or not isinstance(value, int):
+        refuse(field, value, "an integer")
+    if abs(value) > INT64_MAX:
+        raise BadRequest(field, f"{field}: must be an integer of at most 64 bits")
+    return value
+
+
+def read_number(field: str, value: Any, *, form: bool) -> int | float:
+    """A finite number; text only where ``form``."""
+    if form and isinstance(value, str) and _NUMBER.fullmatch(value.strip()):
+        value = float(value)
+    if isinstance(value, bool) or not isinstance(value, int | float):
+        refuse(field, value, "a number")
+    if isinstance(value, int):
+        return read_integer(field, value, form=False)
+    if not math.isfinite(value):
+        refuse(field, value, "a finite number")
+    return value
+
+
+def read_text(field: str, value: Any, limit: int) -> str:
+    """A string of at most ``limit`` characters that UTF-8 can carry."""
+    if not isinstance(value, str):
+        refuse(field, value, "a string")
+    if len(value) > limit:
+        raise BadRequest(field, f"{field}: has {len(value)} characters; at most {limit} are accepted")
+    try:
+        value.encode()
+    except UnicodeEncodeError as error:
+        raise BadRequest(field, f"{field}: has half of a surrogate pair at character {error.start}") from error
+    return value
+
+
+def _boolean(field: str, value: Any, *, form: bool) -> bool:
+    if form and value in ("true", "false"):
+        return value == "true"
+    if not isinstance(value, bool):
+        refuse(field, value, "true or false")
+    return value
+
+
+def _string(param: Param, field: str, value: Any) -> str:
+    text = read_text(field, value, _PROMPT_CHARACTERS if param.max_length is None else param.max_length)
+    if param.choices and text not in param.choices:
+        refuse(field, text, f"one of {', '.join(param.choices)}")
+    if param.required and not text.strip():
+        raise BadRequest(field, f"{field}={shown(text)}: must not be empty")
+    return text
+
+
+def _ranged(param: Param, field: str, value: int | float) -> int | float:
+    low, high = param.minimum, param.maximum
+    if (low is not None and value < low) or (high is not None and value > high):
+        refuse(field, value, span(low, high))
+    if param.multiple_of is not None and (value - param.remainder) % param.multiple_of:
+        refuse(field, value, _divisible(param, value))
+    return value
+
+
+def span(low: float | None, high: float | None) -> str:
+    """The bounds in words."""
+    match low, high:
+        case None, None:
+            return "any number"
+        case None, _:
+            return f"at most {_plain(high)}"
+        case _, None:
+            return f"at least {_plain(low)}"
+        case _:
+            return f"{_plain(low)} to {_plain(high)}"
+
+
+def _plain(value: float | None) -> str:
+    """A bound without the rounding of floats at the end of the 64-bit range."""
+    assert value is not None
+    return str(min(int(value), INT64_MAX)) if float(value).is_integer() else str(value)
+
+
+def _divisible(param: Param, value: int | float) -> str:
+    step, rest = param.multiple_of, param.remainder
+    assert step is not None
+    below = int(value - rest) // step * step + rest
+    legal = [n for n in (below, below + step) if n >= (param.minimum or 0) and n <= (param.maximum or math.inf)]
+    form = f"a multiple of {step}" if not rest else f"a multiple of {step} plus {rest}"
+    return f"{form}; the nearest are {' and '.join(map(str, legal))}" if legal else form
+
+
+def nearest(param: Param, value: float) -> int:
+    """The legal value of an integer ``param`` closest to ``value``, bounds left aside."""
+    step, rest = param.multiple_of or 1, param.remainder
+    return max(rest or step, math.floor((value - rest) / step + 0.5) * step + rest)

@@ -1,0 +1,273 @@
+"""What the client does, without any input or output: generators that ask for calls and pauses and are sent the answers.
+
+A shell performs each `Call` and `Pause` and sends the response back, or throws the failure in; so one text serves
+blocking and asyncio programs alike.
+"""
+
+from __future__ import annotations
+
+import base64
+import binascii
+import time
+from collections.abc import Callable, Generator, Mapping
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, TypeAlias, TypeVar
+
+import httpx
+
+from triptych.client.answers import (
+    ClientTimeout,
+    Job,
+    JobFailed,
+    Progress,
+    RequestRefused,
+    Result,
+    ServerUnreachable,
+    raise_for,
+    read_job,
+    read_object,
+)
+
+T = TypeVar("T")
+
+CALL_SECONDS = 30.0
+"""Deadline of a call that the server answers at once."""
+PATIENCE_SECONDS = 20.0
+"""How long a wait goes on while the server cannot be reached: jobs may outlive its restart."""
+FIRST_PAUSE, LONGEST_PAUSE = 0.1, 1.0
+"""Seconds between two looks at a job: short at first, so that quick jobs are not held up."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Call:
+    """One HTTP exchange. ``save_to``: stream a success into this file instead of memory."""
+
+    method: str
+    path: str
+    json: Mapping[str, Any] | None = None
+    form: Mapping[str, str] | None = None
+    upload: tuple[str, bytes] | None = None
+    """Form field and contents of a file sent with ``form``."""
+    query: Mapping[str, str | int] | None = None
+    save_to: Path | None = None
+    seconds: float = CALL_SECONDS
+
+
+@dataclass(frozen=True, slots=True)
+class Pause:
+    """Do nothing for so many seconds."""
+
+    seconds: float
+
+
+Steps: TypeAlias = Generator[Call | Pause, httpx.Response | None, T]
+OnProgress: TypeAlias = Callable[[Progress], None]
+
+
+def ask(call: Call) -> Steps[httpx.Response]:
+    """One call; raises `RequestRefused` unless it succeeds."""
+    response = yield call
+    assert response is not None
+    raise_for(response)
+    return response
+
+
+def create(prompt: str, image: bytes | None, params: Mapping[str, Any]) -> Steps[Job]:
+    """Start a video job."""
+    fields = {"prompt": prompt, **{k: v for k, v in params.items() if v is not None}}
+    if image is None:
+        call = Call(method="POST", path="/v1/videos", json=fields)
+    else:
+        form = {k: str(v).lower() if isinstance(v, bool) else str(v) for k, v in fields.items()}
+        call = Call(method="POST", path="/v1/videos", form=form, upload=("input_reference", image))
+    return read_job((yield from ask(call)))
+
+
+def retrieve(job_id: str) -> Steps[Job]:
+    """The job as it is now."""
+    return read_job((yield from ask(Call(method="GET", path=f"/v1/videos/{job_id}"))))
+
+
+def page(after: str | None, limit: int, order: str) -> Steps[list[Job]]:
+    """One page of jobs."""
+    query: dict[str, str | int] = {"limit": limit, "order": order}
+    if after is not None:
+        query["after"] = after
+    call = Call(method="GET", path="/v1/videos", query=query)
+    response = yield from ask(call)
+    jobs = read_object(response)["data"]
+    return [read_job(httpx.Response(200, json=job, request=response.request)) for job in jobs]
+
+
+def delete(job_id: str) -> Steps[None]:
+    """Stop and remove a job."""
+    yield from ask(Call(method="DELETE", path=f"/v1/videos/{job_id}"))
+
+
+def download(job_id: str, path: Path | None, seconds: float) -> Steps[tuple[bytes | None, str]]:
+    """The finished file, into ``path`` if that is given, and its media type."""
+    call = Call(method="GET", path=f"/v1/videos/{job_id}/content", save_to=path, seconds=seconds)
+    response = yield from ask(call)
+    media_type = response.headers.get("content-type", "application/octet-stream")
+    return (None if path is not None else response.content), media_type
+
+
+class Pace:
+    """Estimates when the last step comes from the steps seen so far."""
+
+    def __init__(self) -> None:
+        self._attempt = -1
+        self._first: tuple[float, int] = (0.0, 0)
+        self._last_step = -1
+
+    def remaining(self, job: Job, now: float) -> float | None:
+        """Seconds until the last step; None while no pace is known. ``now`` is on any steady clock."""
+        if job.attempt != self._attempt or job.step < self._last_step or self._last_step < 0:
+            self._attempt, self._first = job.attempt, (now, job.step)
+        self._last_step = job.step
+        begun, first = self._first
+        if job.step <= first or not job.steps:
+            return None
+        return (now - begun) / (job.step - first) * (job.steps - job.step)
+
+
+def wait(job_id: str, timeout: float, on_progress: OnProgress | None) -> Steps[Job]:
+    """The job once it has ended. Raises `ClientTimeout`; the job goes on then."""
+    begun = time.monotonic()
+    unreachable_since: float | None = None
+    pause = FIRST_PAUSE
+    pace, shown = Pace(), None
+    while True:
+        now = time.monotonic()
+        if now - begun >= timeout:
+            raise ClientTimeout(f"job {job_id} did not end within {timeout:g} seconds")
+        try:
+            job = yield from retrieve(job_id)
+            unreachable_since = None
+        except ServerUnreachable:
+            unreachable_since = unreachable_since or now
+            if now - unreachable_since >= PATIENCE_SECONDS:
+                raise
+        else:
+            now = time.monotonic()
+            eta = pace.remaining(job, now)
+            seen = (job.stage, job.step, job.position, job.attempt)
+            if on_progress is not None and seen != shown:
+                shown = seen
+                on_progress(_progress(job, now - begun, eta))
+            if job.ended:
+                return job
+        yield Pause(min(pause, max(0.0, begun + timeout - time.monotonic())))
+        pause = min(LONGEST_PAUSE, pause * 1.3)
+
+
+def _progress(job: Job, elapsed: float, eta: float | None) -> Progress:
+    return Progress(
+        job_id=job.id,
+        stage=job.stage,
+        step=job.step,
+        steps=job.steps,
+        percent=job.progress,
+        position=job.position,
+        attempt=job.attempt,
+        elapsed_seconds=elapsed,
+        eta_seconds=eta,
+    )
+
+
+def generate(
+    prompt: str,
+    *,
+    image: bytes | None,
+    path: Path | None,
+    timeout: float,
+    on_progress: OnProgress | None,
+    params: Mapping[str, Any],
+) -> Steps[Result]:
+    """From prompt to file. Whatever breaks it off (a timeout, Ctrl-C) also stops the job on the server."""
+    begun = time.monotonic()
+    job = yield from create(prompt, image, params)
+    try:
+        job = yield from wait(job.id, timeout, on_progress)
+        if job.status == "failed":
+            raise JobFailed(job)
+        left = max(CALL_SECONDS, timeout - (time.monotonic() - begun))
+        data, media_type = yield from download(job.id, path, left)
+    except GeneratorExit:
+        raise
+    except BaseException as error:
+        if not isinstance(error, JobFailed):
+            with suppress(ServerUnreachable, RequestRefused, ClientTimeout):  # the first failure is the one to tell
+                yield from delete(job.id)
+        raise
+    return Result(
+        id=job.id,
+        data=data,
+        path=path,
+        media_type=media_type,
+        seed=job.raw.get("seed"),
+        seconds=time.monotonic() - begun,
+        timings=job.raw.get("timings", []),
+    )
+
+
+def generate_images(prompt: str, timeout: float, params: Mapping[str, Any]) -> Steps[list[Result]]:
+    """Images of one prompt; the server stops the work when the call is broken off."""
+    begun = time.monotonic()
+    given = {k: v for k, v in params.items() if v is not None}
+    fields = {**given, "prompt": prompt, "response_format": "b64_json"}
+    call = Call(method="POST", path="/v1/images/generations", json=fields, seconds=timeout)
+    response = yield from ask(call)
+    answer = read_object(response)
+    seconds = time.monotonic() - begun
+    try:
+        pictures = [base64.b64decode(item["b64_json"], validate=True) for item in answer["data"]]
+        timings = [timing for job in answer["timings"] for timing in job]
+        kind, seed = answer["output_format"], answer["seed"]
+    except (KeyError, TypeError, binascii.Error) as error:
+        text = f"the server's images cannot be read: {error!r}"
+        raise RequestRefused(text, http_status=response.status_code, param=None, error_code=None) from error
+    return [
+        Result(
+            id="",
+            data=data,
+            path=None,
+            media_type=f"image/{kind}",
+            seed=None if seed is None else seed + index,
+            seconds=seconds,
+            timings=timings,
+        )
+        for index, data in enumerate(pictures)
+    ]
+
+
+def describe(path: str) -> Steps[dict[str, Any]]:
+    """Any JSON object that the server shows at ``path``."""
+    return read_object((yield from ask(Call(method="GET", path=path))))
+
+
+def readiness() -> Steps[tuple[bool, list[str]]]:
+    """Whether the server is ready, and why not."""
+    response = yield Call(method="GET", path="/ready")
+    assert response is not None
+    if response.status_code != 503:
+        raise_for(response)
+    answer = read_object(response)
+    return bool(answer.get("ready")), list(answer.get("reasons", []))
+
+
+def wait_ready(timeout: float) -> Steps[None]:
+    """Return when the server is ready; raises `ClientTimeout` with what is missing."""
+    begun = time.monotonic()
+    while True:
+        try:
+            ready, reasons = yield from readiness()
+        except ServerUnreachable as error:
+            ready, reasons = False, [error.message]
+        if ready:
+            return
+        if time.monotonic() - begun >= timeout:
+            raise ClientTimeout(f"the server was not ready within {timeout:g} seconds: {'; '.join(reasons)}")
+        yield Pause(0.2)
