@@ -66,7 +66,14 @@ class NoopInstance:
     """
 
     def __init__(
-        self, *, server_addr: str, work_url: str, roles: tuple[Role, ...], slots: int, media: bytes = b""
+        self,
+        *,
+        server_addr: str,
+        work_url: str,
+        roles: tuple[Role, ...],
+        slots: int,
+        media: bytes = b"",
+        schema: RequestSchema = SCHEMA,
     ) -> None:
         host, port = parse_tcp_url("work_url", work_url)
         self.instance = InstanceId(f"noop-{port}")
@@ -86,7 +93,7 @@ class NoopInstance:
                 slots=slots,
                 pool_bytes=1 << 20,
                 planes=("local",),
-                schema=SCHEMA,
+                schema=schema,
                 fingerprint="noop",
                 device="none",
             )
