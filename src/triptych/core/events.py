@@ -9,7 +9,7 @@ import enum
 from dataclasses import dataclass
 from typing import Any, TypeAlias
 
-from triptych.ids import CopyId, InstanceId, RequestId, Role
+from triptych.ids import CopyId, Epoch, InstanceId, RequestId, Role
 from triptych.wire.manifest import Manifest
 from triptych.wire.messages import ErrorInfo, FromInstance, Lease, MediaFile, Outcome, ToInstance
 
@@ -68,6 +68,30 @@ class JobView:
     running_seconds: float
     error: ErrorInfo | None
     timings: tuple[StageTiming, ...]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class InstanceView:
+    """A snapshot of one live instance for operators."""
+
+    instance: InstanceId
+    epoch: Epoch
+    roles: tuple[Role, ...]
+    work_url: str
+    device: str
+    fingerprint: str
+    slots: int
+    free_slots: int
+    leases: tuple[Lease, ...]
+    """What holds its slots: stages waiting there, computing, stopping, or having their files stored."""
+    copies: int
+    """Staged outputs that later stages will read from it."""
+    pool_bytes: int
+    pool_used: int
+    resident_bytes: int
+    device_bytes: int
+    heartbeat_age: float
+    """Seconds between its last sign of life and the router's last event."""
 
 
 # -- router: events ---------------------------------------------------------------------------------------------

@@ -86,6 +86,8 @@ class Heartbeat(_FromInstance, frozen=True, tag="heartbeat"):
     """Resident memory of the process."""
     device_bytes: int = 0
     """GPU memory allocated; 0 on CPU."""
+    copies: tuple[CopyId, ...] = ()
+    """Outputs it keeps whose `Staged` was acknowledged: shows a lost `Release` or `Dropped` to the server."""
 
 
 class Goodbye(_FromInstance, frozen=True, tag="goodbye"):

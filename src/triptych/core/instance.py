@@ -1,0 +1,392 @@
+"""The instance machine: keeps a worker's word with the server, through lost messages and server restarts.
+
+Theory of operation. The worker feeds what its threads did and what the server said; the machine returns what to send
+and what to start. It holds each lease from the first word of it until the server has acknowledged its end, repeats
+outcomes until then, and remembers for a while which leases are over, so that a repeated or overtaken message cannot
+start a stage twice. It knows by itself which staged copies exist (it sees every `Staged`, `Release` and drop), so hello
+and heartbeat need nothing from the pool. A server that is silent is not asked for anything else than heartbeats: work
+goes on, results are kept, and a restarted server answers the next heartbeat with `Unknown`, which leads to a new hello.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict, deque
+from typing import assert_never
+
+from triptych.core.events import (
+    Abort,
+    ComputeStarted,
+    ConnectResults,
+    CopiesDropped,
+    Count,
+    Ended,
+    Forget,
+    FromServer,
+    Halt,
+    InstanceAction,
+    InstanceEvent,
+    Pulled,
+    PullFailed,
+    ReleaseCopies,
+    Report,
+    Say,
+    StartCompute,
+    StartPull,
+    Stepped,
+    Stop,
+    Tick,
+    Usage,
+)
+from triptych.core.voice import Voice
+from triptych.core.work import Phase, Work
+from triptych.ids import CopyId, Epoch, Role
+from triptych.wire.manifest import Manifest
+from triptych.wire.messages import (
+    Ack,
+    Cancel,
+    ErrorInfo,
+    FromInstance,
+    Hello,
+    Lease,
+    Outcome,
+    Refused,
+    Release,
+    RunStage,
+    Staged,
+    Unknown,
+    Welcome,
+)
+
+HELLO_INTERVAL = 1.0
+"""Seconds between hellos until one is answered."""
+
+RESEND_INTERVAL = 2.0
+"""Seconds after which an outcome that was not acknowledged is sent again."""
+
+PROGRESS_INTERVAL = 0.2
+"""Seconds between progress reports of one lease."""
+
+_REMEMBERED = 1024
+"""Leases that are remembered as over."""
+
+_EARLY = 256
+"""Messages kept from a server whose welcome has not arrived: work and welcome come by different ways."""
+
+
+class InstanceMachine:
+    """The server's picture of one life of an instance, kept true.
+
+    ``hello`` says what the instance is: its id, epoch, roles, addresses, slots, pool, schema. Its ``server_epoch``,
+    ``leases`` and ``copies`` are filled in by the machine.
+    """
+
+    def __init__(self, hello: Hello) -> None:
+        self._hello = hello
+        self._voice = Voice(hello)
+        self._past_servers: deque[Epoch] = deque(maxlen=16)
+        self._welcomed = False
+        self._halted = False
+        self._urls: dict[Role, str] = {}
+        self._early: list[FromServer] = []
+        self._heartbeat_interval = 1.0
+        self._next_hello = 0.0
+        self._next_heartbeat = 0.0
+        self._usage = Usage(pool_used=0, resident_bytes=0, device_bytes=0)
+        self._works: dict[Lease, Work] = {}
+        self._over: OrderedDict[Lease, None] = OrderedDict()
+        self._copies: dict[CopyId, tuple[Lease, Manifest]] = {}
+        self._out: list[InstanceAction] = []
+        self._now = 0.0
+
+    # -- what the worker may ask -----------------------------------------------------------------------------------
+
+    @property
+    def welcomed(self) -> bool:
+        """Whether the server knows this life of the instance."""
+        return self._welcomed
+
+    @property
+    def server_epoch(self) -> Epoch | None:
+        """The server life that welcomed it last: worker messages carry it; the machine corrects it when sending."""
+        return self._voice.server
+
+    @property
+    def leases(self) -> tuple[Lease, ...]:
+        """Leases whose end the server has not acknowledged."""
+        return tuple(self._works)
+
+    def next_deadline(self, now: float) -> float:
+        """When the next `Tick` is due at the latest."""
+        if self._halted:
+            return now + HELLO_INTERVAL
+        if not self._welcomed:
+            return self._next_hello
+        return min([self._next_heartbeat, *(work.due for work in self._works.values())])
+
+    def handle(self, event: InstanceEvent, now: float) -> list[InstanceAction]:
+        """Apply ``event`` at ``now`` (seconds of any monotonic clock) and return what is to be done, in order."""
+        self._now = now
+        self._out = []
+        if self._halted:
+            return self._out
+        match event:
+            case FromServer(message=message):
+                self._from_server(event) if message.epoch == self._hello.epoch else self._stale(event)
+            case Pulled():
+                self._pulled(event)
+            case PullFailed():
+                self._pull_failed(event)
+            case ComputeStarted():
+                self._compute_started(event)
+            case Stepped():
+                self._stepped(event)
+            case Ended(outcome=outcome):
+                self._ended(outcome)
+            case CopiesDropped(copies=copies):
+                self._dropped(copies)
+            case Usage():
+                self._usage = event
+            case Stop(reason=reason):
+                self._stop(reason)
+            case Tick():
+                self._tick()
+            case _:
+                assert_never(event)
+        return self._out
+
+    # -- membership ------------------------------------------------------------------------------------------------
+
+    def _tick(self) -> None:
+        now = self._now
+        if not self._welcomed:
+            if now >= self._next_hello:
+                self._say_hello()
+            return
+        if now >= self._next_heartbeat:
+            self._say_heartbeat()
+        for work in self._works.values():
+            if now >= work.due:
+                if work.outcome is not None:
+                    self._report_outcome(work)
+                else:
+                    self._report_progress(work)
+
+    def _say_hello(self) -> None:
+        self._next_hello = self._now + HELLO_INTERVAL
+        copies = (manifest for _, manifest in self._copies.values())
+        self._out.append(Say(message=self._voice.hello(self._works, copies)))
+
+    def _say_heartbeat(self) -> None:
+        self._next_heartbeat = self._now + self._heartbeat_interval
+        copies = (copy for copy, (lease, _) in self._copies.items() if lease not in self._works)
+        self._out.append(Say(message=self._voice.heartbeat(self._works, copies, self._usage)))
+
+    def _from_server(self, event: FromServer) -> None:
+        message = event.message
+        if message.server_epoch in self._past_servers:
+            self._stale(event)
+            return
+        match message:
+            case Welcome():
+                self._welcome(message)
+            case Refused(reason=reason):
+                self._halt(f"the server refused this instance: {reason}")
+            case Unknown():
+                # An answer to an earlier heartbeat may arrive after the hello that it asks for.
+                if self._welcomed or self._now >= self._next_hello:
+                    self._welcomed = False
+                    self._say_hello()
+            case RunStage() | Cancel() | Release() | Ack():
+                if message.server_epoch == self._voice.server:
+                    self._work(event)
+                elif len(self._early) < _EARLY:
+                    self._early.append(event)
+                else:
+                    self._stale(event)
+            case _:
+                assert_never(message)
+
+    def _welcome(self, message: Welcome) -> None:
+        new_server = message.server_epoch != self._voice.server
+        if new_server and self._voice.server is not None:
+            self._past_servers.append(self._voice.server)
+        self._voice.server = message.server_epoch
+        self._heartbeat_interval = message.heartbeat_interval
+        if new_server or message.result_urls != self._urls:
+            self._urls = message.result_urls
+            self._out.append(ConnectResults(urls=message.result_urls))
+        if self._welcomed and not new_server:
+            return
+        self._welcomed = True
+        for work in self._works.values():
+            if work.outcome is not None:
+                self._report_outcome(work)
+        early, self._early = self._early, []
+        for event in early:
+            if event.message.server_epoch == self._voice.server:
+                self._work(event)
+            else:
+                self._stale(event)
+        self._say_heartbeat()
+
+    def _stop(self, reason: str) -> None:
+        self._out.append(Say(message=self._voice.goodbye(reason)))
+        self._halt(None)
+
+    def _halt(self, error: str | None) -> None:
+        self._halted = True
+        self._out.append(Halt(error=error))
+
+    def _stale(self, event: FromServer) -> None:
+        message = event.message
+        detail = f"{type(message).__name__} of server {message.server_epoch} for life {message.epoch}"
+        self._count("stale_message", detail)
+
+    # -- work from the server --------------------------------------------------------------------------------------
+
+    def _work(self, event: FromServer) -> None:
+        match event.message:
+            case RunStage() as message:
+                self._run(message, event.blobs)
+            case Cancel(lease=lease):
+                self._cancel(lease)
+            case Release(copies=copies):
+                for copy in copies:
+                    self._copies.pop(copy, None)
+                self._out.append(ReleaseCopies(copies=copies))
+            case Ack(leases=leases):
+                for lease in leases:
+                    self._acknowledged(lease)
+            case Welcome() | Refused() | Unknown():
+                raise AssertionError("membership is not work")
+            case _:
+                assert_never(event.message)
+
+    def _run(self, message: RunStage, blobs: tuple[bytes, ...]) -> None:
+        lease = message.lease
+        if lease in self._works or lease in self._over:
+            self._count("repeated_lease", f"{lease.role} attempt {lease.attempt}", lease)
+            return
+        active = sum(work.outcome is None for work in self._works.values())
+        if active >= self._hello.slots:
+            self._count("slots_exceeded", f"{active} leases in {self._hello.slots} slots", lease)
+        work = Work(lease=lease, params=message.params, blobs=blobs, budget_seconds=message.budget_seconds)
+        self._works[lease] = work
+        if lease.role not in self._hello.roles:
+            roles = ", ".join(self._hello.roles)
+            reason = f"role={lease.role}: this instance serves {roles}"
+            error = ErrorInfo(code="wrong_role", message=reason, blame="us", retryable=True)
+            self._ended(self._voice.failed(lease, error))
+        elif message.inputs:
+            self._out.append(StartPull(lease=lease, inputs=message.inputs))
+        else:
+            self._compute(work)
+
+    def _compute(self, work: Work) -> None:
+        work.phase = Phase.COMPUTING
+        self._out.append(
+            StartCompute(lease=work.lease, params=work.params, blobs=work.blobs, budget_seconds=work.budget_seconds)
+        )
+        work.blobs = ()
+
+    def _cancel(self, lease: Lease) -> None:
+        work = self._works.get(lease)
+        if work is None:
+            # Remembered, so that a lease which this cancel has overtaken is not begun.
+            self._remember(lease)
+            self._report(lease.role, self._voice.stopped(lease))
+        elif work.outcome is not None:
+            self._report_outcome(work)
+        elif work.phase is not Phase.ABORTING:
+            work.phase = Phase.ABORTING
+            self._out.append(Abort(lease=lease))
+
+    def _acknowledged(self, lease: Lease) -> None:
+        work = self._works.get(lease)
+        if work is not None and work.outcome is not None:
+            del self._works[lease]
+            self._remember(lease)
+            self._out.append(Forget(lease=lease))
+
+    def _remember(self, lease: Lease) -> None:
+        self._over[lease] = None
+        if len(self._over) > _REMEMBERED:
+            self._over.popitem(last=False)
+
+    # -- word from the worker's threads ----------------------------------------------------------------------------
+
+    def _pulled(self, event: Pulled) -> None:
+        work = self._works.get(event.lease)
+        if work is None or work.phase is not Phase.PULLING:
+            return  # aborted meanwhile: the worker answers the abort
+        self._report(event.lease.role, self._voice.fetched(event))
+        self._compute(work)
+
+    def _pull_failed(self, event: PullFailed) -> None:
+        work = self._works.get(event.lease)
+        if work is None or work.outcome is not None:
+            return
+        if work.phase is Phase.ABORTING:
+            self._ended(self._voice.stopped(event.lease))
+        else:
+            self._ended(self._voice.failed(event.lease, event.error, (event.copy,)))
+
+    def _compute_started(self, event: ComputeStarted) -> None:
+        work = self._works.get(event.lease)
+        if work is not None and work.phase is Phase.COMPUTING and not work.started:
+            work.started = True
+            self._report(event.lease.role, self._voice.started(event.lease))
+
+    def _stepped(self, event: Stepped) -> None:
+        work = self._works.get(event.lease)
+        if work is None or work.phase is not Phase.COMPUTING or work.outcome is not None:
+            return
+        work.progress = (event.step, event.steps)
+        if event.step >= event.steps or self._now >= work.progress_at + PROGRESS_INTERVAL:
+            self._report_progress(work)
+        else:
+            work.due = work.progress_at + PROGRESS_INTERVAL
+
+    def _ended(self, outcome: Outcome) -> None:
+        work = self._works.get(outcome.lease)
+        if work is None or work.outcome is not None:
+            self._count("repeated_outcome", type(outcome).__name__, outcome.lease)
+            return
+        self._report_progress(work)
+        work.outcome = outcome
+        work.phase = Phase.ENDED
+        if isinstance(outcome, Staged):
+            for output in outcome.outputs:
+                self._copies[output.manifest.copy] = (outcome.lease, output.manifest)
+        self._report_outcome(work)
+
+    def _dropped(self, copies: tuple[CopyId, ...]) -> None:
+        by_role: dict[Role, list[CopyId]] = {}
+        for copy in copies:
+            if (known := self._copies.pop(copy, None)) is not None:
+                by_role.setdefault(known[0].role, []).append(copy)
+        for role, dropped in by_role.items():
+            self._report(role, self._voice.dropped(dropped))
+
+    # -- reports ---------------------------------------------------------------------------------------------------
+
+    def _report(self, role: Role, message: FromInstance) -> None:
+        self._out.append(Report(role=role, message=message))
+
+    def _report_progress(self, work: Work) -> None:
+        if work.progress is None:
+            return
+        step, steps = work.progress
+        work.progress = None
+        work.progress_at = self._now
+        work.due = Work.NEVER
+        self._report(work.lease.role, self._voice.progress(work.lease, step, steps))
+
+    def _report_outcome(self, work: Work) -> None:
+        assert work.outcome is not None
+        work.due = self._now + RESEND_INTERVAL
+        self._report(work.lease.role, self._voice.outcome(work.outcome))
+
+    def _count(self, name: str, detail: str, lease: Lease | None = None) -> None:
+        request = None if lease is None else lease.request
+        self._out.append(Count(name=name, detail=detail, instance=self._hello.instance, request=request))

@@ -1,0 +1,171 @@
+"""One request's books: its state and clocks, the lease that it runs under, and the copies that it still needs."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+from triptych.core.events import JobState, JobView, StageTiming
+from triptych.core.states import is_running, is_waiting, transition
+from triptych.ids import ROLES, CopyId, InstanceId, RequestId, Role
+from triptych.wire.manifest import Manifest
+from triptych.wire.messages import ErrorInfo, Lease
+
+
+@dataclass(kw_only=True, slots=True, eq=False)
+class Grant:
+    """One lease as the router knows it, from the dispatch until its outcome arrives."""
+
+    lease: Lease
+    instance: InstanceId
+    granted: float
+    job: Job | None
+    """None: the request ended or moved on, and the slot is taken only until the instance says that it stopped."""
+    fetched: bool = False
+    started: float | None = None
+    storing: bool = False
+    """Its files are being stored; the instance keeps them until then."""
+    missed: int = 0
+    """Successive heartbeats that did not know of it."""
+    pull_seconds: float = 0.0
+    pulled_bytes: int = 0
+    plane: str = ""
+
+
+@dataclass(kw_only=True, slots=True, eq=False)
+class Copy:
+    """A staged output that some later stage of its request will read."""
+
+    manifest: Manifest
+    producer: Role
+    consumer: Role
+    instance: InstanceId
+    job: Job
+    staged: float
+    missed: int = 0
+    failures: int = 0
+    """Failed pulls."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Fault:
+    """Evidence of one failed attempt."""
+
+    role: Role
+    attempt: int
+    instance: InstanceId
+    reason: str
+
+    def __str__(self) -> str:
+        return f"attempt {self.attempt} on {self.instance}: {self.reason}"
+
+
+@dataclass(kw_only=True, slots=True, eq=False)
+class Job:
+    """A live request."""
+
+    request: RequestId
+    number: int
+    """Order of acceptance."""
+    params: dict[str, Any]
+    queue_timeout: float
+    run_timeout: float
+    since: float
+    """When the present state began."""
+    state: JobState = JobState.PENDING
+    role: Role = Role.ENCODER
+    """The stage that it waits for or runs."""
+    attempt: int = 1
+    """Grows with every step back, so that no lease is ever granted twice."""
+    waited: float = 0.0
+    ran: float = 0.0
+    """Seconds of earlier states; `clocks` adds the present one."""
+    ready: float = 0.0
+    """When it was last lined up for its stage."""
+    queued: bool = False
+    """Whether it stands in the queue of its role; kept by the queue."""
+    grant: Grant | None = None
+    storing: bool = False
+    step: int = 0
+    steps: int = 0
+    outputs: dict[Role, tuple[tuple[CopyId, Role], ...]] = field(
+        default_factory=dict[Role, tuple[tuple[CopyId, Role], ...]],
+    )
+    """Stages that are done: which copies each made, and for whom."""
+    copies: dict[CopyId, Copy] = field(default_factory=dict[CopyId, Copy])
+    """Copies that still exist and will be read."""
+    faults: list[Fault] = field(default_factory=list[Fault])
+    avoid: set[InstanceId] = field(default_factory=set[InstanceId])
+    """Instances that failed the present stage."""
+    timings: list[StageTiming] = field(default_factory=list[StageTiming])
+
+    def move(self, state: JobState, now: float) -> None:
+        """Enter ``state``, closing the clock of the old one. Raises `IllegalTransition` and changes nothing."""
+        new = transition(self.state, state)
+        self.waited, self.ran = self.clocks(now)
+        self.state = new
+        self.since = now
+
+    def clocks(self, now: float) -> tuple[float, float]:
+        """Seconds spent waiting and running so far."""
+        spent = max(0.0, now - self.since)
+        waited = self.waited + spent if is_waiting(self.state) else self.waited
+        ran = self.ran + spent if is_running(self.state) else self.ran
+        return waited, ran
+
+    @property
+    def deadline(self) -> float:
+        """When the timeout of the present state strikes if nothing changes."""
+        if is_running(self.state):
+            return self.since + self.run_timeout - self.ran
+        return self.since + self.queue_timeout - self.waited
+
+    def inputs(self, role: Role) -> tuple[Manifest, ...]:
+        """What a stage of ``role`` reads, in the order of the stages that made it."""
+        return tuple(
+            self.copies[copy].manifest
+            for producer in ROLES
+            for copy, consumer in self.outputs.get(producer, ())
+            if consumer is role
+        )
+
+    def settle(self) -> list[Copy]:
+        """Strike out the stages whose outputs are gone although somebody has yet to read them.
+
+        Returns the copies that these stages will make anew; they are of no use any more. Edges lead forward only, so
+        one walk from the last stage to the first also finds the stages that must be repeated for a repeated one.
+        """
+        useless: list[Copy] = []
+        for producer in reversed(ROLES):
+            made = self.outputs.get(producer, ())
+            if any(consumer not in self.outputs and copy not in self.copies for copy, consumer in made):
+                del self.outputs[producer]
+                useless += [self.copies[copy] for copy, _ in made if copy in self.copies]
+        return useless
+
+    def next_role(self) -> Role:
+        """The earliest stage that is not done; call `settle` before."""
+        return next(role for role in ROLES if role not in self.outputs)
+
+    def charge(self, grant: Grant, reason: str) -> int:
+        """Book a failed attempt; returns how often the stage has failed."""
+        role = grant.lease.role
+        self.faults.append(Fault(role=role, attempt=grant.lease.attempt, instance=grant.instance, reason=reason))
+        self.avoid.add(grant.instance)
+        return sum(fault.role is role for fault in self.faults)
+
+    def view(self, now: float, position: int | None, error: ErrorInfo | None = None) -> JobView:
+        """A snapshot for whoever watches the request."""
+        waited, ran = self.clocks(now)
+        return JobView(
+            request=self.request,
+            state=self.state,
+            attempt=self.attempt,
+            step=self.step,
+            steps=self.steps,
+            position=position,
+            waiting_seconds=waited,
+            running_seconds=ran,
+            error=error,
+            timings=tuple(self.timings),
+        )

@@ -1,0 +1,288 @@
+"""The router's books, and the moves that keep them consistent; each move leaves its actions in ``out``.
+
+Theory of operation. A live request stands in exactly one place: in the queue of its role, under a grant (a lease that
+some instance holds), or in storing (its files have arrived and the shell is writing them). A copy is booked twice, with
+the request that will read it and with the instance whose pool holds it; both are struck out together. A grant whose
+request has ended or moved on stays with the instance without a request, because the slot is taken until the instance
+says that it stopped. Every way back (lost instance, lost copy, failed stage) goes through `requeue` or `recheck`:
+settle what is still there, then line up for the earliest stage that has to be done.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+from triptych.config import RouterConfig
+from triptych.core.deadlines import Deadlines
+from triptych.core.events import Count, Disconnect, JobState, JobView, RouterAction, SendWork, Submit, Update
+from triptych.core.job import Copy, Grant, Job
+from triptych.core.members import Member
+from triptych.core.queues import StageQueue
+from triptych.core.states import WAITING
+from triptych.ids import ROLES, CopyId, Epoch, InstanceId, RequestId, Role
+from triptych.wire.messages import Ack, Cancel, ErrorInfo, Lease, Release, RunStage, ToInstance
+from triptych.wire.schema import RequestSchema
+
+
+class Ledger:
+    """Requests, instances, queues and deadlines of one router. ``now`` is the time of the event being handled."""
+
+    def __init__(self, config: RouterConfig, server_epoch: Epoch) -> None:
+        self.config = config
+        self.server_epoch = server_epoch
+        self.now = 0.0
+        self.out: list[RouterAction] = []
+        self.schema: RequestSchema | None = None
+        self.jobs: dict[RequestId, Job] = {}
+        self.members: dict[InstanceId, Member] = {}
+        self.queues: dict[Role, StageQueue] = {role: StageQueue() for role in ROLES}
+        self.serving: dict[Role, dict[InstanceId, Member]] = {role: {} for role in ROLES}
+        self.open: dict[Role, dict[InstanceId, Member]] = {role: {} for role in ROLES}
+        """Instances that have room for a stage of a role."""
+        self.job_deadlines: Deadlines[RequestId] = Deadlines()
+        self.member_deadlines: Deadlines[InstanceId] = Deadlines()
+        self.last_lost: dict[Role, str] = {}
+        """How each role last lost an instance."""
+        self._accepted = 0
+        self._joined = 0
+
+    # -- what goes out ------------------------------------------------------------------------------------------
+
+    def send(self, member: Member, message: ToInstance, with_blobs: RequestId | None = None) -> None:
+        """Push ``message`` to the member's work port."""
+        self.out.append(
+            SendWork(instance=member.id, work_url=member.hello.work_url, message=message, with_blobs=with_blobs)
+        )
+
+    def ack(self, member: Member, lease: Lease) -> None:
+        """Let the member forget the outcome of ``lease``."""
+        self.send(member, Ack(server_epoch=self.server_epoch, epoch=member.epoch, leases=(lease,)))
+
+    def count(
+        self, name: str, detail: str, instance: InstanceId | None = None, request: RequestId | None = None
+    ) -> None:
+        """Leave a counter and a log line."""
+        self.out.append(Count(name=name, detail=detail, instance=instance, request=request))
+
+    def update(self, job: Job, error: ErrorInfo | None = None) -> None:
+        """Show the request as it is now."""
+        self.out.append(Update(view=self.view(job, error)))
+
+    def view(self, job: Job, error: ErrorInfo | None = None) -> JobView:
+        """A snapshot of a request."""
+        position = self.queues[job.role].position(job) if job.queued else None
+        return job.view(self.now, position, error)
+
+    # -- requests -----------------------------------------------------------------------------------------------
+
+    def accept(self, event: Submit) -> None:
+        """Book a new request and line it up."""
+        job = Job(
+            request=event.request,
+            number=self._accepted,
+            params=event.params,
+            queue_timeout=event.queue_timeout,
+            run_timeout=event.run_timeout,
+            since=self.now,
+        )
+        self._accepted += 1
+        self.jobs[job.request] = job
+        self.line_up(job)
+
+    def move(self, job: Job, state: JobState) -> None:
+        """Enter ``state``; the deadline follows."""
+        job.move(state, self.now)
+        self.job_deadlines.set(job.request, job.deadline)
+
+    def line_up(self, job: Job) -> None:
+        """Put a request that stands nowhere into the queue of the earliest stage that has to be done."""
+        self.release(job.settle())
+        role = job.next_role()
+        if job.state is not JobState.PENDING and ROLES.index(role) <= ROLES.index(job.role):
+            job.attempt += 1
+        job.role = role
+        job.ready = self.now
+        job.step = job.steps = 0
+        if job.state is not WAITING[role]:
+            self.move(job, WAITING[role])
+        self.queues[role].add(job)
+        self.update(job)
+
+    def requeue(self, job: Job, grant: Grant, reason: str, *, charged: bool) -> None:
+        """Go back after a lost or failed attempt; a stage that was charged too often fails the request."""
+        job.grant = grant.job = None
+        if charged and job.charge(grant, reason) >= self.config.max_attempts:
+            role = grant.lease.role
+            evidence = [str(fault) for fault in job.faults if fault.role is role]
+            message = f"the {role} stage failed {len(evidence)} times: {'; '.join(evidence)}"
+            self.end(job, JobState.FAILED, ErrorInfo(code="attempts_exhausted", message=message, blame="instance"))
+            return
+        self.count("requeued", f"{grant.lease.role}: {reason}", grant.instance, job.request)
+        self.line_up(job)
+
+    def recheck(self, job: Job) -> None:
+        """Go back if a copy that has just been lost is needed and cannot have been pulled yet.
+
+        A stage that has its inputs goes on; what a later stage misses is found when this one is done.
+        """
+        grant = job.grant
+        if job.queued:
+            useless = job.settle()
+            if job.next_role() is not job.role:
+                self.queues[job.role].remove(job)
+                self.count("requeued", f"{job.role}: input lost while waiting", None, job.request)
+                self.release(useless)
+                self.line_up(job)
+        elif grant is not None and not grant.fetched and grant.started is None and not job.storing:
+            role = grant.lease.role
+            needed = (copy for made in job.outputs.values() for copy, consumer in made if consumer is role)
+            if any(copy not in job.copies for copy in needed):
+                self.revoke(grant)
+                self.requeue(job, grant, "input lost before it was pulled", charged=False)
+
+    def end(self, job: Job, state: JobState, error: ErrorInfo | None = None) -> None:
+        """Leave for good: free everything everywhere and show the terminal state."""
+        if job.queued:
+            self.queues[job.role].remove(job)
+        elif (grant := job.grant) is not None:
+            if grant.storing:
+                self.free(grant)
+                self.ack(self.members[grant.instance], grant.lease)
+            else:
+                self.revoke(grant)
+            job.grant = grant.job = None
+        job.storing = False
+        self.release(list(job.copies.values()))
+        job.move(state, self.now)
+        self.job_deadlines.discard(job.request)
+        del self.jobs[job.request]
+        self.out.append(Update(view=job.view(self.now, None, error)))
+
+    # -- leases -------------------------------------------------------------------------------------------------
+
+    def grant(self, job: Job, member: Member) -> None:
+        """Lease the stage of a request that has just been taken from its queue."""
+        lease = Lease(job.request, job.role, job.attempt)
+        job.grant = member.grants[lease] = Grant(lease=lease, instance=member.id, granted=self.now, job=job)
+        self.refresh(member)
+        self.send(
+            member,
+            RunStage(
+                server_epoch=self.server_epoch,
+                epoch=member.epoch,
+                lease=lease,
+                params=job.params,
+                inputs=job.inputs(job.role),
+                budget_seconds=max(0.0, job.run_timeout - job.ran),
+            ),
+            with_blobs=job.request if job.role is Role.ENCODER else None,
+        )
+
+    def free(self, grant: Grant) -> None:
+        """Give the slot of an ended lease back."""
+        member = self.members[grant.instance]
+        del member.grants[grant.lease]
+        self.refresh(member)
+
+    def revoke(self, grant: Grant) -> None:
+        """Have a lease stopped; its slot stays taken until the instance says so."""
+        self.cancel(self.members[grant.instance], grant.lease)
+
+    def cancel(self, member: Member, lease: Lease) -> None:
+        """Tell a member to stop a lease, whether it is booked or not."""
+        self.send(member, Cancel(server_epoch=self.server_epoch, epoch=member.epoch, lease=lease))
+
+    # -- copies -------------------------------------------------------------------------------------------------
+
+    def release(self, copies: Iterable[Copy]) -> None:
+        """Strike out copies that nobody will read and have their memory freed."""
+        freed: dict[InstanceId, list[CopyId]] = {}
+        for copy in copies:
+            self.strike(copy)
+            freed.setdefault(copy.instance, []).append(copy.manifest.copy)
+        for instance, ids in freed.items():
+            self.release_ids(self.members[instance], ids)
+
+    def release_ids(self, member: Member, copies: Iterable[CopyId]) -> None:
+        """Have copies freed that may not be booked."""
+        if ids := tuple(copies):
+            self.send(member, Release(server_epoch=self.server_epoch, epoch=member.epoch, copies=ids))
+
+    def strike(self, copy: Copy) -> None:
+        """Take a copy out of both books."""
+        del copy.job.copies[copy.manifest.copy]
+        member = self.members[copy.instance]
+        member.drop(copy)
+        self.refresh(member)
+
+    def keep(self, copy: Copy) -> None:
+        """Enter a copy into both books."""
+        copy.job.copies[copy.manifest.copy] = copy
+        member = self.members[copy.instance]
+        member.keep(copy)
+        self.refresh(member)
+
+    def lose_copies(self, copies: Iterable[Copy], reason: str) -> None:
+        """Copies are gone from a member that lives: who has yet to read them goes back."""
+        jobs: dict[RequestId, Job] = {}
+        for copy in copies:
+            self.strike(copy)
+            jobs[copy.job.request] = copy.job
+            self.count("copy_lost", f"{copy.manifest.copy}: {reason}", copy.instance, copy.job.request)
+        for job in jobs.values():
+            self.recheck(job)
+
+    # -- instances ----------------------------------------------------------------------------------------------
+
+    def join(self, member: Member) -> None:
+        """Book a new life of an instance."""
+        self.members[member.id] = member
+        for role in member.hello.roles:
+            self.serving[role][member.id] = member
+        self.refresh(member)
+
+    def next_ordinal(self) -> int:
+        """Joining number for a new member."""
+        self._joined += 1
+        return self._joined
+
+    def refresh(self, member: Member) -> None:
+        """Keep the sets of open instances true after a change of slots or copies."""
+        if self.members.get(member.id) is not member:
+            return
+        for role in member.hello.roles:
+            if member.has_room(role):
+                self.open[role][member.id] = member
+            else:
+                self.open[role].pop(member.id, None)
+
+    def lose(self, member: Member, reason: str, *, crashed: bool) -> None:
+        """An instance is gone with its copies; its leases return to the queues.
+
+        A crash is charged to what was being computed; to everything that it held, when no start had been heard of.
+        """
+        del self.members[member.id]
+        for role in member.hello.roles:
+            del self.serving[role][member.id]
+            self.open[role].pop(member.id, None)
+            self.last_lost[role] = f"{member.id}: {reason}"
+        self.member_deadlines.discard(member.id)
+        self.out.append(Disconnect(instance=member.id, work_url=member.hello.work_url))
+        self.count("instance_lost", reason, member.id)
+        readers: dict[RequestId, Job] = {}
+        for copy in member.copies.values():
+            del copy.job.copies[copy.manifest.copy]
+            readers[copy.job.request] = copy.job
+        grants = [grant for grant in member.grants.values() if grant.job is not None]
+        any_started = any(grant.started is not None for grant in grants)
+        for grant in grants:
+            job = grant.job
+            assert job is not None
+            if grant.storing:
+                job.grant = grant.job = None
+            else:
+                charged = crashed and (grant.started is not None or not any_started)
+                self.requeue(job, grant, f"instance lost: {reason}", charged=charged)
+        for job in readers.values():
+            if self.jobs.get(job.request) is job:
+                self.recheck(job)

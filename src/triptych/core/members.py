@@ -1,0 +1,94 @@
+"""One instance as the router knows it: its hello, the leases it holds, the copies it keeps, its heartbeat."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from triptych.core.events import InstanceView
+from triptych.core.job import Copy, Grant
+from triptych.ids import ROLES, CopyId, Epoch, InstanceId, Role
+from triptych.wire.messages import Hello, Lease
+
+
+@dataclass(kw_only=True, slots=True, eq=False)
+class Member:
+    """A live instance."""
+
+    hello: Hello
+    ordinal: int
+    """Order of joining."""
+    seen: float
+    """When it was last heard of."""
+    sequence: int = -1
+    """Of the last heartbeat taken."""
+    pool_used: int = 0
+    resident_bytes: int = 0
+    device_bytes: int = 0
+    grants: dict[Lease, Grant] = field(default_factory=dict[Lease, Grant])
+    copies: dict[CopyId, Copy] = field(default_factory=dict[CopyId, Copy])
+    retained: dict[Role, int] = field(default_factory=lambda: dict.fromkeys(ROLES, 0))
+    """Bytes of the kept copies, by the role that made them."""
+    typical: dict[Role, int] = field(default_factory=lambda: dict.fromkeys(ROLES, 0))
+    """Bytes that the last stage of each role staged here."""
+    odd_leases: frozenset[Lease] = frozenset()
+    odd_copies: frozenset[CopyId] = frozenset()
+    """What its last heartbeat listed and the router does not know."""
+
+    @property
+    def id(self) -> InstanceId:
+        return self.hello.instance
+
+    @property
+    def epoch(self) -> Epoch:
+        return self.hello.epoch
+
+    @property
+    def free(self) -> int:
+        """Slots without a lease."""
+        return self.hello.slots - len(self.grants)
+
+    def has_room(self, role: Role) -> bool:
+        """Whether a stage of ``role`` may start here: a slot is free, and the pool will hold its output.
+
+        Only copies made by this role or later ones count: they wait for stages which this rule does not hold back
+        (a decoder stages nothing), so that full pools can never lock each other.
+        """
+        if self.free <= 0:
+            return False
+        if role is Role.DECODER:
+            return True
+        kept = sum(self.retained[r] for r in ROLES[ROLES.index(role) :])
+        staging = sum(lease.role is not Role.DECODER for lease in self.grants)
+        if not kept and not staging:
+            return True
+        return kept + self.typical[role] * (staging + 1) <= self.hello.pool_bytes
+
+    def keep(self, copy: Copy) -> None:
+        """Book a copy that lies in this instance's pool."""
+        self.copies[copy.manifest.copy] = copy
+        self.retained[copy.producer] += copy.manifest.nbytes
+
+    def drop(self, copy: Copy) -> None:
+        """Strike a copy out."""
+        del self.copies[copy.manifest.copy]
+        self.retained[copy.producer] -= copy.manifest.nbytes
+
+    def view(self, now: float) -> InstanceView:
+        """A snapshot for operators."""
+        return InstanceView(
+            instance=self.id,
+            epoch=self.epoch,
+            roles=self.hello.roles,
+            work_url=self.hello.work_url,
+            device=self.hello.device,
+            fingerprint=self.hello.fingerprint,
+            slots=self.hello.slots,
+            free_slots=self.free,
+            leases=tuple(self.grants),
+            copies=len(self.copies),
+            pool_bytes=self.hello.pool_bytes,
+            pool_used=self.pool_used,
+            resident_bytes=self.resident_bytes,
+            device_bytes=self.device_bytes,
+            heartbeat_age=max(0.0, now - self.seen),
+        )

@@ -1,0 +1,204 @@
+"""Hello, heartbeat and goodbye: who is in, and whether both sides hold the same leases and copies."""
+
+from __future__ import annotations
+
+from collections import OrderedDict, deque
+
+from triptych.core.events import SendMember
+from triptych.core.ledger import Ledger
+from triptych.core.members import Member
+from triptych.ids import Epoch, InstanceId, Role
+from triptych.wire.messages import (
+    PROTOCOL_VERSION,
+    Goodbye,
+    Heartbeat,
+    Hello,
+    Refused,
+    Unknown,
+    Welcome,
+)
+
+_GRACE = 1.0
+"""Seconds that a grant or a release may be under way before a heartbeat that does not show it means anything."""
+
+_MISSES = 2
+"""Successive heartbeats that must agree before the server believes that something was lost on the way."""
+
+
+class Membership:
+    """The doors of the ledger: lets instances in and out, and compares books with them at each heartbeat."""
+
+    def __init__(self, ledger: Ledger, result_urls: dict[Role, str]) -> None:
+        self._ledger = ledger
+        self._result_urls = result_urls
+        self._retired: OrderedDict[InstanceId, deque[Epoch]] = OrderedDict()
+        """Lives that are known to be over, so that a late hello of one cannot displace its successor."""
+
+    # -- joining ------------------------------------------------------------------------------------------------
+
+    def hello(self, message: Hello) -> None:
+        """Let an instance in, welcome it again, or refuse it."""
+        ledger = self._ledger
+        if message.epoch in self._retired.get(message.instance, ()):
+            ledger.count("stale_message", "hello of a life that is over", message.instance)
+            return
+        member = ledger.members.get(message.instance)
+        if member is not None and member.epoch != message.epoch:
+            self.lose(member, "restarted", crashed=True, for_good=True)
+            member = None
+        if member is None:
+            if reason := self._objection(message):
+                refused = Refused(server_epoch=ledger.server_epoch, epoch=message.epoch, reason=reason)
+                ledger.out.append(SendMember(instance=message.instance, message=refused))
+                ledger.count("instance_refused", reason, message.instance)
+                return
+            member = self._join(message)
+            self._welcome(member)
+            ledger.release_ids(member, (copy.copy for copy in message.copies))
+        else:
+            self._welcome(member)
+        self._alive(member)
+        for lease in message.leases:
+            if lease not in member.grants:
+                ledger.cancel(member, lease)
+
+    def _objection(self, message: Hello) -> str | None:
+        ledger, schema = self._ledger, self._ledger.schema
+        if message.protocol != PROTOCOL_VERSION:
+            return f"protocol={message.protocol}: this server speaks version {PROTOCOL_VERSION}"
+        if not message.roles or message.slots < 1:
+            return f"roles={list(message.roles)}, slots={message.slots}: at least one of each is needed"
+        if schema is None or schema == message.schema or not (ledger.members or ledger.jobs):
+            return None
+        if schema.model != message.schema.model:
+            return f"model={message.schema.model!r}: the others serve {schema.model!r}"
+        return f"model={message.schema.model!r}: the others serve {schema.model!r} with other request parameters"
+
+    def _join(self, message: Hello) -> Member:
+        ledger = self._ledger
+        ledger.schema = message.schema
+        prints = {m.hello.fingerprint for role in message.roles for m in ledger.serving[role].values()}
+        if prints - {message.fingerprint}:
+            detail = f"{message.fingerprint} beside {', '.join(sorted(prints))}: results may differ in the last bits"
+            ledger.count("fingerprint_differs", detail, message.instance)
+        member = Member(hello=message, ordinal=ledger.next_ordinal(), seen=ledger.now)
+        ledger.join(member)
+        ledger.count("instance_joined", f"{', '.join(message.roles)} at {message.work_url}", message.instance)
+        for lease in message.leases:
+            # Leases of an earlier server life carry attempts that this one must not grant again to the same instance.
+            job = ledger.jobs.get(lease.request)
+            if job is not None and job.queued:
+                job.attempt = max(job.attempt, lease.attempt + 1)
+        return member
+
+    def _welcome(self, member: Member) -> None:
+        ledger = self._ledger
+        welcome = Welcome(
+            server_epoch=ledger.server_epoch,
+            epoch=member.epoch,
+            result_urls=self._result_urls,
+            heartbeat_interval=ledger.config.heartbeat_interval,
+        )
+        ledger.out.append(SendMember(instance=member.id, message=welcome))
+
+    def _alive(self, member: Member) -> None:
+        member.seen = self._ledger.now
+        self._ledger.member_deadlines.set(member.id, member.seen + self._ledger.config.lease_timeout)
+
+    # -- staying ------------------------------------------------------------------------------------------------
+
+    def heartbeat(self, message: Heartbeat) -> None:
+        """A sign of life, with the instance's own view of what it holds."""
+        ledger = self._ledger
+        member = ledger.members.get(message.instance)
+        if member is None or message.server_epoch != ledger.server_epoch:
+            unknown = Unknown(server_epoch=ledger.server_epoch, epoch=message.epoch)
+            ledger.out.append(SendMember(instance=message.instance, message=unknown))
+            ledger.count("unknown_instance", "heartbeat without a hello to this server", message.instance)
+            return
+        if member.epoch != message.epoch or message.sequence <= member.sequence:
+            ledger.count("stale_message", f"heartbeat {message.sequence}", message.instance)
+            return
+        member.sequence = message.sequence
+        member.pool_used = message.pool_used
+        member.resident_bytes = message.resident_bytes
+        member.device_bytes = message.device_bytes
+        self._alive(member)
+        self._compare_leases(member, message)
+        self._compare_copies(member, message)
+
+    def _compare_leases(self, member: Member, message: Heartbeat) -> None:
+        ledger = self._ledger
+        listed = frozenset(message.leases)
+        for grant in list(member.grants.values()):
+            if grant.lease in listed or grant.storing:
+                grant.missed = 0
+                if grant.job is None:
+                    ledger.cancel(member, grant.lease)  # the first one may have been lost
+            elif self._overdue(grant.granted):
+                grant.missed += 1
+                if grant.missed >= _MISSES:
+                    ledger.free(grant)
+                    if grant.job is not None:
+                        ledger.cancel(member, grant.lease)
+                        ledger.count("lease_lost", f"{grant.lease.role}", member.id, grant.lease.request)
+                        ledger.requeue(grant.job, grant, "lost on the way", charged=False)
+        odd = frozenset(lease for lease in listed if lease not in member.grants)
+        for lease in odd & member.odd_leases:
+            ledger.cancel(member, lease)
+        member.odd_leases = odd
+
+    def _compare_copies(self, member: Member, message: Heartbeat) -> None:
+        ledger = self._ledger
+        listed = frozenset(message.copies)
+        lost = []
+        for copy in member.copies.values():
+            if copy.manifest.copy in listed:
+                copy.missed = 0
+            elif self._overdue(copy.staged):
+                copy.missed += 1
+                if copy.missed >= _MISSES:
+                    lost.append(copy)
+        ledger.lose_copies(lost, "no longer listed by its instance")
+        odd = frozenset(copy for copy in listed if copy not in member.copies)
+        ledger.release_ids(member, sorted(odd & member.odd_copies))
+        member.odd_copies = odd
+
+    def _overdue(self, since: float) -> bool:
+        return self._ledger.now - since > max(_GRACE, 2 * self._ledger.config.heartbeat_interval)
+
+    # -- leaving ------------------------------------------------------------------------------------------------
+
+    def goodbye(self, message: Goodbye) -> None:
+        """An instance leaves of its own will."""
+        member = self._ledger.members.get(message.instance)
+        if member is None or member.epoch != message.epoch:
+            self._ledger.count("stale_message", "goodbye", message.instance)
+            return
+        self.lose(member, message.reason, crashed=False, for_good=True)
+
+    def exited(self, instance: InstanceId) -> None:
+        """An instance's process is known to be gone."""
+        if (member := self._ledger.members.get(instance)) is not None:
+            self.lose(member, "process exited", crashed=True, for_good=True)
+
+    def expire(self) -> None:
+        """Lose the instances that were silent for too long; they may come back."""
+        ledger = self._ledger
+        for instance in ledger.member_deadlines.pop_due(ledger.now):
+            member = ledger.members[instance]
+            self.lose(member, f"silent for {ledger.now - member.seen:.1f} s", crashed=True, for_good=False)
+
+    def forgive(self) -> None:
+        """The server itself stood still: nobody's silence during that time counts."""
+        for member in self._ledger.members.values():
+            self._alive(member)
+
+    def lose(self, member: Member, reason: str, *, crashed: bool, for_good: bool) -> None:
+        """Strike an instance out; ``for_good``: this life cannot come back."""
+        if for_good:
+            self._retired.setdefault(member.id, deque(maxlen=8)).append(member.epoch)
+            self._retired.move_to_end(member.id)
+            if len(self._retired) > 1024:
+                self._retired.popitem(last=False)
+        self._ledger.lose(member, reason, crashed=crashed)

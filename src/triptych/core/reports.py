@@ -1,0 +1,226 @@
+"""What instances say about the stages that they hold, and how each word moves the request."""
+
+from __future__ import annotations
+
+from typing import TypeAlias, assert_never
+
+from triptych.core.events import JobState, StageTiming, StoreFiles
+from triptych.core.job import Copy, Grant, Job
+from triptych.core.ledger import Ledger
+from triptych.core.members import Member
+from triptych.core.states import FINISHED, RUNNING
+from triptych.ids import ROLES, RequestId, Role
+from triptych.wire.messages import (
+    Dropped,
+    ErrorInfo,
+    Fetched,
+    Finished,
+    Progress,
+    Staged,
+    StageFailed,
+    Started,
+    Stopped,
+)
+
+Report: TypeAlias = Fetched | Started | Progress | Staged | Finished | StageFailed | Stopped
+
+_PULLS = 2
+"""Failed pulls of one copy after which it is taken for lost."""
+
+
+class Reports:
+    """Handlers of stage reports over the ledger."""
+
+    def __init__(self, ledger: Ledger) -> None:
+        self._ledger = ledger
+
+    def handle(self, message: Report) -> None:
+        """Apply a report to the lease that it speaks of; late and repeated ones change nothing but are answered."""
+        ledger = self._ledger
+        member = ledger.members.get(message.instance)
+        if member is None or member.epoch != message.epoch:
+            ledger.count("stale_message", type(message).__name__, message.instance, message.lease.request)
+            return
+        # A message of an earlier server life may name a lease that this one has granted under the same numbers.
+        current = message.server_epoch == ledger.server_epoch
+        grant = member.grants.get(message.lease) if current else None
+        if grant is None or grant.job is None:
+            self._late(member, grant, message)
+            return
+        if grant.storing:
+            return  # repeated: it is acknowledged when the files are stored
+        match message:
+            case Fetched():
+                grant.fetched = True
+                grant.pull_seconds, grant.pulled_bytes, grant.plane = message.seconds, message.nbytes, message.plane
+            case Started():
+                self._start(grant.job, grant)
+            case Progress():
+                self._progress(grant.job, grant, message)
+            case Staged():
+                self._staged(grant.job, grant, member, message)
+            case Finished():
+                self._finished(grant.job, grant, message)
+            case StageFailed():
+                self._failed(grant.job, grant, member, message)
+            case Stopped():
+                ledger.free(grant)
+                ledger.ack(member, grant.lease)
+                ledger.requeue(grant.job, grant, "stopped without being asked", charged=True)
+            case _:
+                assert_never(message)
+
+    def dropped(self, message: Dropped) -> None:
+        """Kept copies are gone because a pool needed the room."""
+        ledger = self._ledger
+        member = ledger.members.get(message.instance)
+        if member is None or member.epoch != message.epoch:
+            ledger.count("stale_message", "Dropped", message.instance)
+            return
+        copies = [member.copies[copy] for copy in dict.fromkeys(message.copies) if copy in member.copies]
+        ledger.lose_copies(copies, "dropped for room")
+
+    def _late(self, member: Member, grant: Grant | None, message: Report) -> None:
+        """A report of a lease that nobody waits for any more: its end frees the slot, its outputs are of no use."""
+        ledger = self._ledger
+        if isinstance(message, Fetched | Started | Progress):
+            if grant is None:
+                ledger.count("late_report", type(message).__name__, member.id, message.lease.request)
+            return
+        if grant is None:
+            ledger.count("late_report", type(message).__name__, member.id, message.lease.request)
+        else:
+            ledger.free(grant)
+        ledger.ack(member, message.lease)
+        if isinstance(message, Staged):
+            copies = (output.manifest.copy for output in message.outputs)
+            ledger.release_ids(member, [copy for copy in copies if copy not in member.copies])
+
+    # -- on the way ---------------------------------------------------------------------------------------------
+
+    def _start(self, job: Job, grant: Grant) -> None:
+        """The first word of computing ends the waiting, whichever word arrives first."""
+        if grant.started is not None:
+            return
+        grant.fetched = True
+        grant.started = self._ledger.now
+        self._ledger.move(job, RUNNING[grant.lease.role])
+        self._ledger.update(job)
+
+    def _progress(self, job: Job, grant: Grant, message: Progress) -> None:
+        self._start(job, grant)
+        if message.step > job.step:
+            job.step, job.steps = message.step, message.steps
+            self._ledger.update(job)
+
+    # -- ends ---------------------------------------------------------------------------------------------------
+
+    def _staged(self, job: Job, grant: Grant, member: Member, message: Staged) -> None:
+        ledger, role = self._ledger, grant.lease.role
+        if role is Role.DECODER:
+            self._nonsense(job, grant, member, "a decoder must finish files, not stage outputs")
+            return
+        self._start(job, grant)
+        self._time(job, grant, message.compute_seconds, message.stage_seconds)
+        job.grant = grant.job = None
+        ledger.free(grant)
+        ledger.ack(member, grant.lease)
+        member.typical[role] = sum(output.manifest.nbytes for output in message.outputs)
+        read = [copy for copy in job.copies.values() if copy.consumer is role]
+        ledger.release(read)
+        job.outputs[role] = tuple((output.manifest.copy, output.consumer) for output in message.outputs)
+        useless = []
+        for output in message.outputs:
+            if output.consumer in job.outputs or ROLES.index(output.consumer) <= ROLES.index(role):
+                useless.append(output.manifest.copy)
+                continue
+            copy = Copy(
+                manifest=output.manifest,
+                producer=role,
+                consumer=output.consumer,
+                instance=member.id,
+                job=job,
+                staged=ledger.now,
+            )
+            ledger.keep(copy)
+        ledger.release_ids(member, useless)
+        ledger.move(job, FINISHED[role])
+        ledger.update(job)
+        job.avoid.clear()
+        ledger.line_up(job)
+
+    def _finished(self, job: Job, grant: Grant, message: Finished) -> None:
+        ledger = self._ledger
+        if grant.lease.role is not Role.DECODER:
+            member = ledger.members[grant.instance]
+            self._nonsense(job, grant, member, f"a {grant.lease.role} must stage outputs, not finish files")
+            return
+        self._start(job, grant)
+        self._time(job, grant, message.compute_seconds, message.encode_seconds)
+        grant.storing = job.storing = True
+        ledger.release(list(job.copies.values()))
+        ledger.out.append(StoreFiles(lease=grant.lease, files=message.files))
+
+    def stored(self, request: RequestId, attempt: int, error: ErrorInfo | None) -> None:
+        """The shell has stored the files of a request, or could not."""
+        job = self._ledger.jobs.get(request)
+        if job is None or not job.storing or job.attempt != attempt:
+            self._ledger.count("late_report", "files of a request that has ended", None, request)
+        elif error is None:
+            self._ledger.end(job, JobState.DONE)
+        else:
+            self._ledger.end(job, JobState.FAILED, error)
+
+    def _failed(self, job: Job, grant: Grant, member: Member, message: StageFailed) -> None:
+        ledger = self._ledger
+        ledger.free(grant)
+        ledger.ack(member, grant.lease)
+        if message.lost_copies:
+            self._unpulled(job, grant, message)
+        elif message.error.retryable:
+            ledger.requeue(job, grant, message.error.message, charged=True)
+        else:
+            job.grant = grant.job = None
+            ledger.end(job, JobState.FAILED, message.error)
+
+    def _unpulled(self, job: Job, grant: Grant, message: StageFailed) -> None:
+        """An input could not be pulled: try once more elsewhere, then make it anew."""
+        ledger = self._ledger
+        hopeless = []
+        alive = False
+        for copy_id in dict.fromkeys(message.lost_copies):
+            if (copy := job.copies.get(copy_id)) is not None:
+                alive = True
+                copy.failures += 1
+                if copy.failures >= _PULLS:
+                    hopeless.append(copy)
+        for copy in hopeless:
+            ledger.count("copy_lost", f"{copy.manifest.copy}: cannot be pulled", copy.instance, job.request)
+        ledger.release(hopeless)
+        if alive:
+            job.avoid.add(grant.instance)
+        ledger.requeue(job, grant, f"pull failed: {message.error.message}", charged=bool(hopeless))
+
+    def _nonsense(self, job: Job, grant: Grant, member: Member, message: str) -> None:
+        ledger = self._ledger
+        ledger.free(grant)
+        ledger.ack(member, grant.lease)
+        job.grant = grant.job = None
+        ledger.end(job, JobState.FAILED, ErrorInfo(code="protocol_error", message=message, blame="instance"))
+
+    def _time(self, job: Job, grant: Grant, compute: float, staging: float) -> None:
+        assert grant.started is not None
+        job.timings.append(
+            StageTiming(
+                role=grant.lease.role,
+                instance=grant.instance,
+                attempt=grant.lease.attempt,
+                waiting=grant.started - job.ready,
+                pulling=grant.pull_seconds,
+                pulled_bytes=grant.pulled_bytes,
+                plane=grant.plane,
+                running=self._ledger.now - grant.started,
+                compute=compute,
+                staging=staging,
+            )
+        )

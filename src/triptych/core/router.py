@@ -1,0 +1,200 @@
+"""The router: a pure machine that takes events and a time and returns what to send, store and show.
+
+`handle` costs the same however many requests are live: one event touches one request and one instance, and a dispatch
+looks at the instances that have room. Only the loss of an instance and the expiry of timeouts walk over what they
+affect.
+"""
+
+from __future__ import annotations
+
+from typing import assert_never
+
+from triptych.config import RouterConfig
+from triptych.core.events import (
+    CancelRequest,
+    FilesStored,
+    InstanceExited,
+    InstanceView,
+    JobState,
+    JobView,
+    Received,
+    RouterAction,
+    RouterEvent,
+    StoreFailed,
+    Submit,
+    Tick,
+)
+from triptych.core.integrity import check_ledger
+from triptych.core.job import Job
+from triptych.core.ledger import Ledger
+from triptych.core.members import Member
+from triptych.core.membership import Membership
+from triptych.core.policies import POLICIES
+from triptych.core.reports import Reports
+from triptych.core.timeouts import timeout_error
+from triptych.ids import ROLES, Epoch, RequestId, Role
+from triptych.wire.messages import (
+    Dropped,
+    Fetched,
+    Finished,
+    FromInstance,
+    Goodbye,
+    Heartbeat,
+    Hello,
+    Progress,
+    Staged,
+    StageFailed,
+    Started,
+    Stopped,
+)
+from triptych.wire.schema import RequestSchema
+
+_STALL = 2.0
+"""Seconds between two events after which the server itself must have stood still: it ticks once a second."""
+
+_ASIDE = 32
+"""Requests that one dispatch passes over because the instances with room are those that failed them."""
+
+_DISPATCH_ORDER: tuple[Role, ...] = tuple(reversed(ROLES))
+"""Later stages first: what is nearest to its end holds the most memory and the most work."""
+
+
+class Router:
+    """Routes requests through encoder, denoiser and decoder instances. ``result_urls``: see `Welcome`."""
+
+    def __init__(self, config: RouterConfig, server_epoch: Epoch, result_urls: dict[Role, str]) -> None:
+        self._ledger = Ledger(config, server_epoch)
+        self._membership = Membership(self._ledger, result_urls)
+        self._reports = Reports(self._ledger)
+        self._policy = POLICIES[config.dispatch_policy]
+        self._last: dict[Role, int] = dict.fromkeys(ROLES, 0)
+        """Ordinal of the instance that each role chose last."""
+        self._started = False
+
+    def handle(self, event: RouterEvent, now: float) -> list[RouterAction]:
+        """Apply ``event`` at ``now`` (seconds of any monotonic clock) and return what is to be done, in order."""
+        ledger = self._ledger
+        if self._started and now - ledger.now > _STALL:
+            self._membership.forgive()
+        self._started = True
+        ledger.now = now
+        ledger.out = []
+        match event:
+            case Received(message=message):
+                self._receive(message)
+            case Submit():
+                if event.request in ledger.jobs:
+                    ledger.count("duplicate_submit", "already live", None, event.request)
+                else:
+                    ledger.accept(event)
+            case CancelRequest(request=request):
+                if (job := ledger.jobs.get(request)) is not None:
+                    ledger.end(job, JobState.CANCELLED)
+            case FilesStored(request=request, attempt=attempt):
+                self._reports.stored(request, attempt, None)
+            case StoreFailed(request=request, attempt=attempt, error=error):
+                self._reports.stored(request, attempt, error)
+            case InstanceExited(instance=instance):
+                self._membership.exited(instance)
+            case Tick():
+                self._membership.expire()
+                self._time_out()
+            case _:
+                assert_never(event)
+        for role in _DISPATCH_ORDER:
+            if ledger.open[role] and len(ledger.queues[role]):
+                self._dispatch(role)
+        return ledger.out
+
+    def _receive(self, message: FromInstance) -> None:
+        match message:
+            case Hello():
+                self._membership.hello(message)
+            case Heartbeat():
+                self._membership.heartbeat(message)
+            case Goodbye():
+                self._membership.goodbye(message)
+            case Dropped():
+                self._reports.dropped(message)
+            case Fetched() | Started() | Progress() | Staged() | Finished() | StageFailed() | Stopped():
+                self._reports.handle(message)
+            case _:
+                assert_never(message)
+
+    def _time_out(self) -> None:
+        ledger = self._ledger
+        for request in ledger.job_deadlines.pop_due(ledger.now):
+            job = ledger.jobs[request]
+            ledger.end(job, JobState.TIMED_OUT, timeout_error(ledger, job))
+
+    # -- dispatch -----------------------------------------------------------------------------------------------
+
+    def _dispatch(self, role: Role) -> None:
+        ledger = self._ledger
+        queue, room = ledger.queues[role], ledger.open[role]
+        aside: list[Job] = []
+        while room and len(queue) and len(aside) < _ASIDE:
+            job = queue.take()
+            member = self._choose(job, role)
+            if member is None:
+                aside.append(job)
+                continue
+            self._last[role] = member.ordinal
+            ledger.grant(job, member)
+        for job in aside:
+            queue.add(job)
+
+    def _choose(self, job: Job, role: Role) -> Member | None:
+        """The instance for a stage; None when only instances that failed it have room while another one lives.
+
+        An instance that fails at once is always free: without this rule it would draw and fail every request.
+        """
+        ledger = self._ledger
+        candidates = list(ledger.open[role].values())
+        if job.avoid:
+            unblamed = [member for member in candidates if member.id not in job.avoid]
+            if not unblamed and not ledger.serving[role].keys() <= job.avoid:
+                return None
+            candidates = unblamed or candidates
+        return self._policy(candidates, self._last[role])
+
+    # -- views --------------------------------------------------------------------------------------------------
+
+    def next_deadline(self, now: float) -> float:
+        """When the next `Tick` is due at the latest."""
+        ledger = self._ledger
+        firsts = (ledger.job_deadlines.first(), ledger.member_deadlines.first())
+        return min([now + 1.0, *(first for first in firsts if first is not None)])
+
+    @property
+    def schema(self) -> RequestSchema | None:
+        """What the served model accepts; None until the first instance has joined."""
+        return self._ledger.schema
+
+    def view(self, request: RequestId) -> JobView | None:
+        """A snapshot of a live request; None when it is unknown or has ended."""
+        job = self._ledger.jobs.get(request)
+        return None if job is None else self._ledger.view(job)
+
+    def views(self) -> tuple[JobView, ...]:
+        """Snapshots of all live requests, in order of acceptance."""
+        return tuple(self._ledger.view(job) for job in self._ledger.jobs.values())
+
+    def instances(self) -> tuple[InstanceView, ...]:
+        """Snapshots of all live instances, in order of joining."""
+        return tuple(member.view(self._ledger.now) for member in self._ledger.members.values())
+
+    def queue_depths(self) -> dict[Role, int]:
+        """Requests waiting for an instance, by role."""
+        return {role: len(queue) for role, queue in self._ledger.queues.items()}
+
+    def missing_roles(self) -> dict[Role, str]:
+        """Roles that no live instance serves, each with the reason as far as it is known."""
+        lost = self._ledger.last_lost
+        return {
+            role: lost.get(role, "none has joined") for role, members in self._ledger.serving.items() if not members
+        }
+
+    def check_integrity(self) -> None:
+        """Raise AssertionError when the books do not add up. Walks over everything: for tests and idle times."""
+        check_ledger(self._ledger)

@@ -1,0 +1,31 @@
+"""What a request that ran out of time tells its client: in which state, after how long, and why if that is known."""
+
+from __future__ import annotations
+
+from triptych.core.job import Job
+from triptych.core.ledger import Ledger
+from triptych.core.states import is_running
+from triptych.wire.messages import ErrorInfo
+
+
+def timeout_error(ledger: Ledger, job: Job) -> ErrorInfo:
+    """The error of a request whose waiting or running time is used up."""
+    waited, ran = job.clocks(ledger.now)
+    if is_running(job.state):
+        where = f" on {job.grant.instance}" if job.grant is not None else ""
+        message = (
+            f"run timeout: {ran:.1f} s of running were used up (limit {job.run_timeout:g} s) in {job.state}{where}, "
+            f"attempt {job.attempt}"
+        )
+        return ErrorInfo(code="run_timeout", message=message, blame="instance")
+    message = f"queue timeout: {waited:.1f} s of waiting were used up (limit {job.queue_timeout:g} s) in {job.state}"
+    if not ledger.serving[job.role]:
+        reason = ledger.last_lost.get(job.role)
+        message += f"; no live {job.role} instance: " + (f"the last one was {reason}" if reason else "none has joined")
+        return ErrorInfo(code="queue_timeout", message=message, blame="operator")
+    if job.grant is not None:
+        message += f"; leased to {job.grant.instance}, which has not started it"
+    else:
+        before = ledger.queues[job.role].position(job)
+        message += f"; {len(ledger.serving[job.role])} {job.role} instance(s) live, {before} request(s) before this one"
+    return ErrorInfo(code="queue_timeout", message=message, blame="us")

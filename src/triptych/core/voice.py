@@ -1,0 +1,119 @@
+"""The messages of one life of an instance, each signed with its id, its epoch and the server life it speaks to."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+from msgspec.structs import replace
+
+from triptych.core.events import Pulled, Usage
+from triptych.ids import CopyId, Epoch
+from triptych.wire.manifest import Manifest
+from triptych.wire.messages import (
+    Dropped,
+    ErrorInfo,
+    Fetched,
+    Goodbye,
+    Heartbeat,
+    Hello,
+    Lease,
+    Outcome,
+    Progress,
+    StageFailed,
+    Started,
+    Stopped,
+)
+
+
+class Voice:
+    """Builds messages; ``template`` is the hello without what changes."""
+
+    def __init__(self, template: Hello) -> None:
+        self._template = template
+        self._sequence = 0
+        self.server: Epoch | None = None
+        """The server life that welcomed the instance last."""
+
+    def hello(self, leases: Iterable[Lease], copies: Iterable[Manifest]) -> Hello:
+        """What the instance is, and what it still holds."""
+        return replace(self._template, server_epoch=self.server, leases=tuple(leases), copies=tuple(copies))
+
+    def heartbeat(self, leases: Iterable[Lease], copies: Iterable[CopyId], usage: Usage) -> Heartbeat:
+        """The next sign of life."""
+        self._sequence += 1
+        return Heartbeat(
+            instance=self._template.instance,
+            epoch=self._template.epoch,
+            server_epoch=self.server,
+            sequence=self._sequence,
+            leases=tuple(leases),
+            pool_used=usage.pool_used,
+            resident_bytes=usage.resident_bytes,
+            device_bytes=usage.device_bytes,
+            copies=tuple(copies),
+        )
+
+    def goodbye(self, reason: str) -> Goodbye:
+        """The last word."""
+        return Goodbye(
+            instance=self._template.instance, epoch=self._template.epoch, server_epoch=self.server, reason=reason
+        )
+
+    def fetched(self, event: Pulled) -> Fetched:
+        """The inputs of a lease are here."""
+        return Fetched(
+            instance=self._template.instance,
+            epoch=self._template.epoch,
+            server_epoch=self.server,
+            lease=event.lease,
+            seconds=event.seconds,
+            nbytes=event.nbytes,
+            plane=event.plane,
+        )
+
+    def started(self, lease: Lease) -> Started:
+        """A lease is being computed."""
+        return Started(
+            instance=self._template.instance, epoch=self._template.epoch, server_epoch=self.server, lease=lease
+        )
+
+    def progress(self, lease: Lease, step: int, steps: int) -> Progress:
+        """Steps of a lease are done."""
+        return Progress(
+            instance=self._template.instance,
+            epoch=self._template.epoch,
+            server_epoch=self.server,
+            lease=lease,
+            step=step,
+            steps=steps,
+        )
+
+    def dropped(self, copies: Iterable[CopyId]) -> Dropped:
+        """Copies are gone."""
+        return Dropped(
+            instance=self._template.instance,
+            epoch=self._template.epoch,
+            server_epoch=self.server,
+            copies=tuple(copies),
+        )
+
+    def failed(self, lease: Lease, error: ErrorInfo, lost: tuple[CopyId, ...] = ()) -> StageFailed:
+        """A lease could not be done."""
+        return StageFailed(
+            instance=self._template.instance,
+            epoch=self._template.epoch,
+            server_epoch=self.server,
+            lease=lease,
+            error=error,
+            lost_copies=lost,
+        )
+
+    def stopped(self, lease: Lease) -> Stopped:
+        """A lease is over without a result."""
+        return Stopped(
+            instance=self._template.instance, epoch=self._template.epoch, server_epoch=self.server, lease=lease
+        )
+
+    def outcome(self, outcome: Outcome) -> Outcome:
+        """An outcome made under whatever server life, addressed to the present one."""
+        return outcome if outcome.server_epoch == self.server else replace(outcome, server_epoch=self.server)

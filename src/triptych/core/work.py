@@ -1,0 +1,39 @@
+"""One lease as its instance knows it, from `RunStage` until the server has acknowledged the outcome."""
+
+from __future__ import annotations
+
+import enum
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+from triptych.wire.messages import Lease, Outcome
+
+
+class Phase(enum.Enum):
+    """Where a lease is inside the instance."""
+
+    PULLING = enum.auto()
+    COMPUTING = enum.auto()
+    """With the compute thread, perhaps queued behind others."""
+    ABORTING = enum.auto()
+    ENDED = enum.auto()
+
+
+@dataclass(kw_only=True, slots=True, eq=False)
+class Work:
+    """The machine's books of one lease."""
+
+    NEVER: ClassVar[float] = float("inf")
+
+    lease: Lease
+    params: dict[str, Any]
+    blobs: tuple[bytes, ...]
+    budget_seconds: float
+    phase: Phase = Phase.PULLING
+    started: bool = False
+    progress: tuple[int, int] | None = None
+    """Step and steps that were not reported yet."""
+    progress_at: float = -NEVER
+    outcome: Outcome | None = None
+    due: float = NEVER
+    """When held back progress or an outcome without acknowledgement has to be sent."""
