@@ -1,0 +1,131 @@
+"""Attention backends: what this machine has, which is fastest, and how a Diffusers model is told to use it.
+
+Diffusers' own dispatcher serves every model that goes through `dispatch_attention_fn`. Its FlashAttention-3 entry wants
+a package that must be built from source, so the forward-only wheel is put behind that entry here. A call with a mask,
+which FlashAttention-3 does not take, goes to the native backend.
+"""
+
+# diffusers has no public way to add a backend to its registry.
+# pyright: reportPrivateUsage=false
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from triptych.accel import flash3
+from triptych.errors import ConfigError
+
+EXACT = ("flash3", "cudnn", "native")
+"""Backends that compute the same as stock attention up to rounding, fastest first where all are present."""
+LOSSY = ("flash3-fp8",)
+
+_ENTRY = {"native": "native", "cudnn": "_native_cudnn", "flash3": "_flash_3", "flash3-fp8": "_flash_varlen_3"}
+"""Name here to the entry of diffusers' registry that it stands behind."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Choice:
+    """A chosen backend, why, and what was measured for it: backend to seconds for one call."""
+
+    backend: str
+    reason: str
+    seconds: dict[str, float]
+
+
+def present(device: torch.device) -> tuple[str, ...]:
+    """Backends that can run on ``device``, exact ones first."""
+    if device.type != "cuda":
+        return ("native",)
+    names = ["cudnn", "native"] if torch.backends.cudnn.is_available() else ["native"]
+    return ("flash3", *names, "flash3-fp8") if flash3.available(device) else tuple(names)
+
+
+def choose(device: torch.device, *, heads: int, head_dim: int, tokens: int, requested: str = "auto") -> Choice:
+    """The fastest exact backend for self-attention of that shape in bfloat16, or the requested one if it is present.
+
+    Raises `ConfigError` for a backend that this machine does not have, naming those it has.
+    """
+    have = present(device)
+    if requested != "auto":
+        if requested not in have:
+            raise ConfigError(f"attention-backend={requested!r}: not on this machine; present: {', '.join(have)}")
+        return Choice(backend=requested, reason="requested", seconds={})
+    candidates = [name for name in have if name in EXACT]
+    if len(candidates) == 1:
+        return Choice(backend=candidates[0], reason="the only one present", seconds={})
+    seconds = {name: _measure(name, device, heads, head_dim, tokens) for name in candidates}
+    best = min(seconds, key=seconds.__getitem__)
+    return Choice(backend=best, reason=f"fastest of {len(seconds)} at {tokens} tokens", seconds=seconds)
+
+
+def use_backend(model: nn.Module, backend: str) -> int:
+    """Make every dispatched attention of ``model`` run on ``backend``; returns how many attention modules changed.
+
+    Raises `ConfigError` when the model has none, because the option would silently do nothing.
+    """
+    from diffusers.models.attention_dispatch import AttentionBackendName
+
+    _register(backend)
+    entry = AttentionBackendName(_ENTRY[backend])
+    changed = 0
+    for module in model.modules():
+        processor: Any = getattr(module, "processor", None)
+        if processor is not None and hasattr(processor, "_attention_backend"):
+            processor._attention_backend = entry
+            changed += 1
+    if not changed:
+        raise ConfigError(f"attention-backend={backend!r}: {type(model).__name__} has no dispatched attention")
+    return changed
+
+
+def _register(backend: str) -> None:
+    """Put our operator behind diffusers' registry entry of that backend."""
+    from diffusers.models import attention_dispatch as dispatch
+
+    if backend not in ("flash3", "flash3-fp8"):
+        return
+    entry = dispatch.AttentionBackendName(_ENTRY[backend])
+    native = dispatch._AttentionBackendRegistry._backends[dispatch.AttentionBackendName.NATIVE]
+    operator = flash3.flash3 if backend == "flash3" else flash3.flash3_fp8
+    dispatch._AttentionBackendRegistry.register(entry)(_entry_function(operator, native))
+
+
+def _entry_function(operator: Callable[..., Tensor], native: Callable[..., Tensor]) -> Callable[..., Tensor]:
+    def attend(
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        attn_mask: Tensor | None = None,
+        dropout_p: float = 0.0,
+        is_causal: bool = False,
+        scale: float | None = None,
+        enable_gqa: bool = False,
+    ) -> Tensor:
+        if attn_mask is not None or query.dtype != torch.bfloat16:
+            return native(query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa)
+        return operator(query, key, value, scale or query.shape[-1] ** -0.5, is_causal)
+
+    return attend
+
+
+def _measure(backend: str, device: torch.device, heads: int, head_dim: int, tokens: int) -> float:
+    """Median seconds of one self-attention call."""
+    from diffusers.models import attention_dispatch as dispatch
+
+    _register(backend)
+    function = dispatch._AttentionBackendRegistry._backends[dispatch.AttentionBackendName(_ENTRY[backend])]
+    q, k, v = (torch.randn(1, tokens, heads, head_dim, device=device, dtype=torch.bfloat16) for _ in range(3))
+    samples: list[float] = []
+    for _ in range(5):
+        torch.cuda.synchronize(device)
+        start = time.perf_counter()
+        function(q, k, v)
+        torch.cuda.synchronize(device)
+        samples.append(time.perf_counter() - start)
+    return sorted(samples[1:])[len(samples[1:]) // 2]

@@ -1,0 +1,63 @@
+"""FlashAttention-3 (forward only, the `fa3-fwd` wheel) as a torch operator that `torch.compile` can see through."""
+
+from __future__ import annotations
+
+import importlib
+import importlib.util
+from typing import Any
+
+import torch
+
+_FP8 = torch.float8_e4m3fn
+_FP8_MAX = 448.0
+
+
+def available(device: torch.device) -> bool:
+    """Whether the wheel is installed and the GPU is a Hopper (compute capability 9)."""
+    if device.type != "cuda" or importlib.util.find_spec("fa3_fwd") is None:
+        return False
+    return torch.cuda.get_device_capability(device)[0] == 9
+
+
+def _kernel() -> Any:
+    importlib.import_module("fa3_fwd._C")
+    return torch.ops.fa3_fwd.fwd
+
+
+def _run(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float, causal: bool, **descale: Any) -> torch.Tensor:
+    descales = [descale.get(name) for name in ("q_descale", "k_descale", "v_descale")]
+    # Positional, as the operator wants them: new keys, paging, rotary and ragged batches are not used here.
+    head = [q, k, v, None, None, None, None, None, None, None, None, None, None, None, None, None, None, None, None]
+    tail = [None, *descales, scale, causal, -1, -1, 0, 0.0, True, None, 1, None, 0]
+    return _kernel()(*head, *tail)[0]
+
+
+@torch.library.custom_op("triptych::flash3", mutates_args=(), device_types="cuda")
+def flash3(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float, causal: bool) -> torch.Tensor:
+    """Exact attention. q [batch, queries, heads, dim], k and v [batch, keys, heads, dim], bfloat16; like q."""
+    return _run(q, k, v, scale, causal)
+
+
+@flash3.register_fake
+def _(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float, causal: bool) -> torch.Tensor:
+    return q.new_empty(*q.shape[:-1], v.shape[-1])
+
+
+@torch.library.custom_op("triptych::flash3_fp8", mutates_args=(), device_types="cuda")
+def flash3_fp8(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float, causal: bool) -> torch.Tensor:
+    """Lossy attention in FP8 (e4m3) with one scale per batch and head for each of q, k and v; bfloat16 out."""
+    (q8, q_descale), (k8, k_descale), (v8, v_descale) = _quantise(q), _quantise(k), _quantise(v)
+    return _run(q8, k8, v8, scale, causal, q_descale=q_descale, k_descale=k_descale, v_descale=v_descale)
+
+
+@flash3_fp8.register_fake
+def _(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float, causal: bool) -> torch.Tensor:
+    return q.new_empty(*q.shape[:-1], v.shape[-1])
+
+
+@torch.compile(dynamic=False)
+def _quantise(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """x [batch, tokens, heads, dim] as e4m3 and its descale factors, float32 [batch, heads]."""
+    peak = x.abs().amax(dim=(1, 3)).float().clamp_min(1e-6)
+    scaled = x.float() * (_FP8_MAX / peak)[:, None, :, None]
+    return scaled.clamp(-_FP8_MAX, _FP8_MAX).to(_FP8), peak / _FP8_MAX

@@ -1,0 +1,174 @@
+"""Wan's VAE decoder without its copies: channels-last, compiled blocks, several latent frames at a time.
+
+Why it is faster than the stock one, which decodes one latent frame after the other: there each causal convolution
+clones its input's last two frames, concatenates, pads in time and in space, and only then convolves. Here the cached
+frames are joined to the normalised input in one fused kernel and the spatial padding is left to the convolution. The
+arithmetic is the same; results differ by rounding only.
+
+Two streams of time exist in the decoder: the first latent frame gives one output frame, each later one gives four. So
+the first frame is decoded alone, and the rest in chunks of ``chunk`` latent frames.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any, Protocol, cast
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+_KEEP = 2
+"""Input frames that a causal convolution with a kernel of three needs from the past."""
+
+
+class WanVae(Protocol):
+    """What is used of diffusers' AutoencoderKLWan."""
+
+    decoder: Any
+    post_quant_conv: Any
+    config: Any
+
+
+def supports(vae: object) -> bool:
+    """Whether this is a Wan 2.1 VAE (the residual 2.2 variant has other blocks) that this decoder understands."""
+    config = getattr(vae, "config", None)
+    return (
+        type(vae).__name__ in ("AutoencoderKLWan", "AutoencoderKLQwenImage")
+        and not getattr(config, "is_residual", False)
+        and getattr(config, "patch_size", None) is None
+    )
+
+
+def _normalise(x: Tensor, norm: Any) -> Tensor:
+    """RMS norm over the channels, then SiLU, as the stock block computes it."""
+    wide = x.float() if x.dtype in (torch.bfloat16, torch.float16) else x
+    return F.silu(F.normalize(wide, dim=1).to(x.dtype) * norm.scale * norm.gamma + norm.bias)
+
+
+def _convolve(x: Tensor, conv: Any) -> Tensor:
+    """A causal convolution whose past frames already stand in front of ``x``; spatial padding happens inside it."""
+    spatial = int(conv._padding[0])
+    return F.conv3d(x, conv.weight, conv.bias, conv.stride, (0, spatial, spatial))
+
+
+def _join(past: Tensor, x: Tensor) -> tuple[Tensor, Tensor]:
+    """``x`` with its past in front, and the past of the next chunk."""
+    joined = torch.cat([past, x], dim=2).contiguous(memory_format=torch.channels_last_3d)
+    return joined, joined[:, :, -_KEEP:].clone()
+
+
+def _residual(x: Tensor, past1: Tensor, past2: Tensor, block: Any) -> tuple[Tensor, Tensor, Tensor]:
+    shortcut = block.conv_shortcut(x)
+    joined, past1 = _join(past1, _normalise(x, block.norm1))
+    x = _convolve(joined, block.conv1)
+    joined, past2 = _join(past2, _normalise(x, block.norm2))
+    return _convolve(joined, block.conv2) + shortcut, past1, past2
+
+
+def _causal(x: Tensor, past: Tensor, conv: Any) -> tuple[Tensor, Tensor]:
+    joined, past = _join(past, x)
+    return _convolve(joined, conv), past
+
+
+def _head(x: Tensor, past: Tensor, norm: Any, conv: Any) -> tuple[Tensor, Tensor]:
+    joined, past = _join(past, _normalise(x, norm))
+    return _convolve(joined, conv).clamp(-1.0, 1.0), past
+
+
+def _double_time(x: Tensor, past: Tensor, conv: Any) -> tuple[Tensor, Tensor]:
+    """Two frames out of each: the convolution's channel halves are the even and the odd frames."""
+    y, past = _causal(x, past, conv)
+    b, c, t, h, w = x.shape
+    return y.reshape(b, 2, c, t, h, w).permute(0, 2, 3, 1, 4, 5).reshape(b, c, t * 2, h, w), past
+
+
+def _double_space(x: Tensor, resample: Any) -> Tensor:
+    """Nearest-neighbour upsampling by two and a 3x3 convolution, frame by frame."""
+    b, c, t, h, w = x.shape
+    conv = resample.resample[1]
+    frames = x.permute(0, 2, 1, 3, 4).reshape(b * t, c, h, w)
+    frames = F.interpolate(frames, scale_factor=2.0, mode="nearest-exact")
+    frames = F.conv2d(frames.contiguous(memory_format=torch.channels_last), conv.weight, conv.bias, padding=1)
+    y = frames.reshape(b, t, frames.shape[1], 2 * h, 2 * w).permute(0, 2, 1, 3, 4)
+    return y.contiguous(memory_format=torch.channels_last_3d)
+
+
+def _attend(x: Tensor, attention: Any) -> Tensor:
+    return attention(x).contiguous(memory_format=torch.channels_last_3d)
+
+
+class WanVaeDecoder:
+    """Decodes one video; keeps the past of every causal convolution between chunks.
+
+    ``compiled`` turns `torch.compile` on, one compilation per block kind and shape.
+    """
+
+    def __init__(self, vae: WanVae, *, chunk: int = 4, compiled: bool = True) -> None:
+        self.vae = vae
+        self.chunk = chunk
+        wrap: Callable[[Any], Any] = (lambda f: torch.compile(f, dynamic=False)) if compiled else (lambda f: f)
+        self._residual = wrap(_residual)
+        self._causal = wrap(_causal)
+        self._double_time = wrap(_double_time)
+        self._double_space = wrap(_double_space)
+        self._head = wrap(_head)
+        for module in vae.decoder.modules():
+            if isinstance(module, nn.Conv3d):
+                module.to(memory_format=torch.channels_last_3d)  # pyright: ignore[reportCallIssue]
+            elif isinstance(module, nn.Conv2d):
+                module.to(memory_format=torch.channels_last)  # pyright: ignore[reportCallIssue]
+
+    def chunks(self, latents: Tensor) -> Iterator[Tensor]:
+        """Frames as they are done, each [batch, 3, frames, height, width] in -1..1.
+
+        latents: [batch, channels, latent frames, height / 8, width / 8], already denormalised.
+        """
+        past: dict[object, Tensor] = {}
+        x = cast(Tensor, self.vae.post_quant_conv(latents)).contiguous(memory_format=torch.channels_last_3d)
+        yield self._decode(x[:, :, :1], past, first=True)
+        for start in range(1, x.shape[2], self.chunk):
+            yield self._decode(x[:, :, start : start + self.chunk], past, first=False)
+
+    def decode(self, latents: Tensor) -> Tensor:
+        """The whole video [batch, 3, 4 * (latent frames - 1) + 1, height, width] in -1..1."""
+        return torch.cat(list(self.chunks(latents)), dim=2)
+
+    def _past(self, past: dict[object, Tensor], key: object, x: Tensor, channels: int) -> Tensor:
+        known = past.get(key)
+        if known is None:  # before the first frame stand zeros, which is what the stock block pads with
+            b, _, _, h, w = x.shape
+            known = torch.zeros(b, channels, _KEEP, h, w, dtype=x.dtype, device=x.device)
+            known = known.contiguous(memory_format=torch.channels_last_3d)
+        return known
+
+    def _block(self, x: Tensor, past: dict[object, Tensor], block: Any) -> Tensor:
+        one, two = (block, 1), (block, 2)
+        past1 = self._past(past, one, x, block.in_dim)
+        past2 = self._past(past, two, x, block.out_dim)
+        x, past[one], past[two] = self._residual(x, past1, past2, block)
+        return x
+
+    def _upsample(self, x: Tensor, past: dict[object, Tensor], resample: Any, first: bool) -> Tensor:
+        if resample.mode == "upsample3d" and not first:
+            before = self._past(past, resample, x, x.shape[1])
+            x, past[resample] = self._double_time(x, before, resample.time_conv)
+        return self._double_space(x, resample)
+
+    def _decode(self, x: Tensor, past: dict[object, Tensor], *, first: bool) -> Tensor:
+        decoder = self.vae.decoder
+        x = x.contiguous(memory_format=torch.channels_last_3d)
+        key = decoder.conv_in
+        x, past[key] = self._causal(x, self._past(past, key, x, x.shape[1]), decoder.conv_in)
+        middle = decoder.mid_block
+        x = self._block(x, past, middle.resnets[0])
+        for attention, resnet in zip(middle.attentions, middle.resnets[1:], strict=True):
+            x = self._block(_attend(x, attention), past, resnet)
+        for up in decoder.up_blocks:
+            for resnet in up.resnets:
+                x = self._block(x, past, resnet)
+            if up.upsamplers is not None:
+                x = self._upsample(x, past, up.upsamplers[0], first)
+        key = decoder.conv_out
+        y, past[key] = self._head(x, self._past(past, key, x, x.shape[1]), decoder.norm_out, decoder.conv_out)
+        return y
