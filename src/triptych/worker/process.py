@@ -1,0 +1,164 @@
+"""The role process: binds, loads, serves and leaves.
+
+Four kinds of threads share the work. *Control* (the main thread) owns the sockets and the instance machine. *Compute*
+owns the model. *Transfer* pulls inputs ahead and stages outputs. *Media* writes files. They talk by queues only.
+"""
+
+from __future__ import annotations
+
+import logging
+import sys
+from typing import Final
+
+import psutil
+import torch
+
+from triptych.config import InstanceConfig
+from triptych.core.events import Stop, Usage
+from triptych.core.instance import InstanceMachine
+from triptych.pipeline.load import load_pipeline
+from triptych.transport.control.instance import InstanceControl
+from triptych.transport.data.plane import open_plane
+from triptych.transport.data.protocol import DataPlane
+from triptych.transport.host import host_id
+from triptych.wire.messages import PROTOCOL_VERSION, Hello
+from triptych.worker.control import ControlLoop
+from triptych.worker.crew import Crew
+from triptych.worker.jobs import Identity, Loaded, ThreadDied
+from triptych.worker.lifecycle import exit_by, exit_now, instance_id, new_epoch, on_stop_signals
+from triptych.worker.logs import configure_logging
+from triptych.worker.threads import Mailbox
+
+log = logging.getLogger(__name__)
+
+_JOIN_SECONDS: Final = 3.0
+"""How long the threads may take to end what they do; a step that takes longer is left behind."""
+_LEAVE_SECONDS: Final = 6.0
+"""How long leaving may take in all, whatever hangs."""
+
+
+def run_instance(config: InstanceConfig) -> int:
+    """Serve the roles of ``config`` until a signal or the server ends it; the exit code of the process.
+
+    To be called from the main thread of a process of its own: it takes over the signals, and where native threads
+    would make the interpreter's own end unsafe it does not return but ends the process itself.
+
+    Raises `ConfigError` for a port, a plane or a log level that cannot be had.
+    """
+    identity = Identity(instance=instance_id(config.roles, host_id(), config.work_url), epoch=new_epoch())
+    configure_logging(identity.instance)
+    mailbox = Mailbox()
+    on_stop_signals(lambda name: mailbox.post(Stop(reason=name)))
+    control = InstanceControl(
+        bind_host=config.transfer.hostname, work_port=config.work_port, server_addr=config.server_addr
+    )
+    try:
+        plane = open_plane(config.transfer, identity.instance, identity.epoch, config.torch_device)
+    except BaseException:
+        control.close()
+        raise
+    crew = Crew(
+        load=lambda: load_pipeline(config.model, config.roles, config.torch_device),
+        device=config.torch_device,
+        slots=config.slots,
+        max_running=config.max_running,
+        plane=plane,
+        identity=identity,
+        post=mailbox.post,
+    )
+    log.info("starting roles=%s work=%s server=%s", ",".join(config.roles), config.work_url, config.server_addr)
+    crew.start()
+    code = 1
+    loop: ControlLoop | None = None
+    try:
+        loaded = _await_model(mailbox)
+        if isinstance(loaded, int):
+            code = loaded
+        else:
+            loop = _control_loop(config, identity, loaded, control, plane, crew, mailbox)
+            mailbox.attach(control.wake)
+            code = loop.run()
+    except Exception:
+        log.critical("the control thread died", exc_info=True)
+    return _leave(code, mailbox, loop, control, crew, plane)
+
+
+def _await_model(mailbox: Mailbox) -> Loaded | int:
+    """Wait until the model is there; or the exit code, when that fails or a signal comes first."""
+    while True:
+        match mailbox.wait():
+            case Loaded() as loaded:
+                log.info("loaded model=%s device=%s seconds=%.1f", loaded.schema.model, loaded.device, loaded.seconds)
+                return loaded
+            case ThreadDied():
+                return 1
+            case Stop(reason=reason):
+                log.info("stopping while the model loads: %s", reason)
+                return 0
+            case post:
+                raise AssertionError(f"{post!r} before the model was loaded")
+
+
+def _control_loop(
+    config: InstanceConfig,
+    identity: Identity,
+    loaded: Loaded,
+    control: InstanceControl,
+    plane: DataPlane,
+    crew: Crew,
+    mailbox: Mailbox,
+) -> ControlLoop:
+    hello = Hello(
+        instance=identity.instance,
+        epoch=identity.epoch,
+        server_epoch=None,
+        protocol=PROTOCOL_VERSION,
+        roles=config.roles,
+        work_url=config.work_url,
+        host=host_id(),
+        slots=config.slots,
+        pool_bytes=plane.pool_bytes,
+        planes=plane.planes,
+        schema=loaded.schema,
+        fingerprint=loaded.fingerprint,
+        device=loaded.device,
+    )
+    process = psutil.Process()
+
+    def usage() -> Usage:
+        on_gpu = torch.cuda.memory_allocated(config.torch_device) if config.model.device == "cuda" else 0
+        return Usage(pool_used=plane.used_bytes, resident_bytes=process.memory_info().rss, device_bytes=on_gpu)
+
+    return ControlLoop(
+        control=control,
+        machine=InstanceMachine(hello),
+        plane=plane,
+        crew=crew,
+        mailbox=mailbox,
+        identity=identity,
+        usage=usage,
+    )
+
+
+def _leave(
+    code: int,
+    mailbox: Mailbox,
+    loop: ControlLoop | None,
+    control: InstanceControl,
+    crew: Crew,
+    plane: DataPlane,
+) -> int:
+    """Say goodbye, end the threads, give the memory back; all of it within a bound."""
+    guard = exit_by(_LEAVE_SECONDS, code)
+    mailbox.attach(None)
+    control.close()
+    if loop is not None:
+        loop.abandon()
+    ended = crew.close(_JOIN_SECONDS)
+    plane.close()
+    guard.cancel()
+    log.info("ended with exit code %d", code)
+    # An engine's or a model's native threads abort the process when the interpreter is taken down around them.
+    if not ended or "mooncake.engine" in sys.modules:
+        exit_now(code)
+    return code

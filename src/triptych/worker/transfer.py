@@ -1,0 +1,189 @@
+"""The transfer threads: one kind pulls the inputs of coming stages, the other stages the outputs of finished ones.
+
+They are apart so that a slow or dead sender never holds up what others wait for. On a GPU each has a stream of its own,
+so that its copies run beside the computation, and waits for that stream before it says that something is done: what is
+announced may be read, and what was read may be freed, from any other stream.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+import time
+from collections.abc import Callable, Generator, Sequence
+from queue import SimpleQueue
+from typing import Final
+
+import torch
+
+from triptych.core.events import Ended, Pulled, PullFailed
+from triptych.errors import PoolFull, TooLarge
+from triptych.ids import CopyId
+from triptych.transport.data.protocol import DataPlane, Payload
+from triptych.wire.messages import Output, Staged
+from triptych.worker.failure import error_info, failed, stopped
+from triptych.worker.jobs import Close, Identity, InputsReady, Post, PullJob, StageJob
+from triptych.worker.threads import WorkerThread
+
+_PULL_SECONDS: Final = 10.0
+_PULL_BYTES_PER_SECOND: Final = 10e6
+"""A pull may take this long, and longer for a large copy on the slowest network worth using."""
+
+_ROOM_SECONDS: Final = 30.0
+"""How long a finished stage waits for room in the pool before it is given up."""
+
+_CANCEL_CHECK_SECONDS: Final = 0.05
+
+
+@contextlib.contextmanager
+def side_stream(device: torch.device) -> Generator[Callable[[], None]]:
+    """Copies of this thread run on a stream of their own within; gives what waits for them. On the CPU nothing."""
+    if device.type != "cuda":
+        yield lambda: None
+        return
+    torch.cuda.set_device(device)
+    stream = torch.cuda.Stream(device)
+    with torch.cuda.stream(stream):
+        yield stream.synchronize
+
+
+class PullThread(WorkerThread[PullJob]):
+    """Pulls the inputs of leases, while the compute thread works on others. Several may share one ``jobs`` queue."""
+
+    def __init__(
+        self,
+        number: int,
+        *,
+        plane: DataPlane,
+        device: str,
+        identity: Identity,
+        post: Callable[[Post], None],
+        jobs: SimpleQueue[PullJob | Close],
+    ) -> None:
+        super().__init__(f"pull-{number}", post)
+        self._jobs = jobs
+        self._plane = plane
+        self._device = torch.device(device)
+        self._identity = identity
+        self._wait_for_copies: Callable[[], None] = lambda: None
+
+    def work(self) -> None:
+        """Jobs one after the other, all on this thread's stream."""
+        torch.set_grad_enabled(False)
+        with side_stream(self._device) as self._wait_for_copies:
+            super().work()
+
+    def handle(self, job: PullJob) -> None:
+        """Pull every input, or post which one failed. Cancelled: what is pulled is let go."""
+        ticket = job.ticket
+        begun = time.monotonic()
+        payloads: list[Payload] = []
+        nbytes = 0
+        planes: set[str] = set()
+        for manifest in job.inputs:
+            try:
+                pull = self._plane.pull(
+                    manifest,
+                    deadline=time.monotonic() + _PULL_SECONDS + manifest.nbytes / _PULL_BYTES_PER_SECOND,
+                    cancelled=ticket.cancelled.is_set,
+                )
+                self._wait_for_copies()
+            except Exception as error:
+                if ticket.cancelled.is_set():
+                    break
+                info = error_info(ticket.lease.role, error)
+                self._post(PullFailed(lease=ticket.lease, copy=manifest.copy, error=info))
+                return
+            payloads.append(pull.payload)
+            nbytes += pull.nbytes
+            planes.add(pull.plane)
+        if ticket.cancelled.is_set():
+            self._post(Ended(outcome=stopped(self._identity, ticket.lease)))
+            return
+        pulled = Pulled(
+            lease=ticket.lease, seconds=time.monotonic() - begun, nbytes=nbytes, plane="+".join(sorted(planes))
+        )
+        self._post(InputsReady(ticket=ticket, inputs=tuple(payloads), pulled=pulled))
+
+
+class StageThread(WorkerThread[StageJob]):
+    """Puts finished outputs into the pool; on a GPU with copies on a stream of its own, beside the next computation."""
+
+    def __init__(self, *, plane: DataPlane, device: str, identity: Identity, post: Callable[[Post], None]) -> None:
+        super().__init__("stage", post)
+        self._plane = plane
+        self._device = torch.device(device)
+        self._identity = identity
+        self._room = threading.Event()
+        self._wait_for_copies: Callable[[], None] = lambda: None
+
+    def room_made(self) -> None:
+        """Copies were released: what waits for room tries again."""
+        self._room.set()
+
+    def work(self) -> None:
+        """Jobs one after the other, all on this thread's stream."""
+        torch.set_grad_enabled(False)
+        with side_stream(self._device) as self._wait_for_copies:
+            super().work()
+
+    def handle(self, job: StageJob) -> None:
+        """Stage all outputs or none."""
+        lease = job.ticket.lease
+        begun = time.monotonic()
+        try:
+            outputs = self._stage(job, deadline=begun + _ROOM_SECONDS)
+        except Exception as error:
+            outcome = failed(self._identity, lease, error)
+        else:
+            outcome = stopped(self._identity, lease)
+            if outputs is not None:
+                outcome = Staged(
+                    instance=self._identity.instance,
+                    epoch=self._identity.epoch,
+                    server_epoch=None,
+                    lease=lease,
+                    outputs=outputs,
+                    compute_seconds=job.compute_seconds,
+                    stage_seconds=time.monotonic() - begun,
+                )
+        self._post(Ended(outcome=outcome))
+
+    def _stage(self, job: StageJob, *, deadline: float) -> tuple[Output, ...] | None:
+        """Try until there is room; None when the lease was cancelled meanwhile."""
+        payloads = [Payload(tree=o.tree, tensors=o.tensors) for o in job.outputs]
+        total = sum(p.nbytes for p in payloads)
+        if total > self._plane.pool_bytes:
+            raise TooLarge(
+                f"The output of the {job.ticket.lease.role} stage takes {total} bytes and the transfer pool holds "
+                f"{self._plane.pool_bytes}: ask for a smaller size or fewer frames, "
+                "or raise --disagg-transfer-pool-size."
+            )
+        while not job.ticket.cancelled.is_set():
+            self._room.clear()  # before the attempt, so that room made during it is not missed
+            try:
+                return self._stage_once(job, payloads)
+            except PoolFull:
+                if time.monotonic() >= deadline:
+                    raise
+            self._room.wait(_CANCEL_CHECK_SECONDS)
+        return None
+
+    def _stage_once(self, job: StageJob, payloads: Sequence[Payload]) -> tuple[Output, ...]:
+        staged: list[Output] = []
+        try:
+            for output, payload in zip(job.outputs, payloads, strict=True):
+                manifest = self._plane.stage(job.ticket.lease.request, payload)
+                staged.append(Output(consumer=output.consumer, manifest=manifest))
+            self._wait_for_copies()
+            present = {m.copy for m in self._plane.copies()}
+            if not all(o.manifest.copy in present for o in staged):
+                raise PoolFull("no room for all outputs of one stage: staging the later ones displaced the earlier")
+        except BaseException:
+            self._plane.release(self._copies(staged))
+            raise
+        return tuple(staged)
+
+    @staticmethod
+    def _copies(staged: Sequence[Output]) -> tuple[CopyId, ...]:
+        return tuple(o.manifest.copy for o in staged)

@@ -1,0 +1,265 @@
+"""The compute thread: who gets the next step, who is stopped, and whose failure is whose."""
+
+from __future__ import annotations
+
+import threading
+import weakref
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from queue import SimpleQueue
+from typing import Any, TypeVar
+
+import pytest
+import torch
+
+from triptych.core.events import ComputeStarted, Ended, Stepped
+from triptych.errors import BadRequest, ModelError, StageError
+from triptych.ids import Epoch, InstanceId, RequestId, Role
+from triptych.pipeline.stage import StageOutput, StageResult
+from triptych.transport.data.protocol import Payload
+from triptych.wire.messages import ErrorInfo, Lease, StageFailed, Stopped
+from triptych.wire.schema import RequestSchema
+from triptych.worker.compute import ComputeThread
+from triptych.worker.jobs import ComputeJob, Identity, Loaded, MediaJob, Post, StageJob, ThreadDied, Ticket
+
+IDENTITY = Identity(instance=InstanceId("i"), epoch=Epoch("e"))
+SCHEMA = RequestSchema(model="m", pipeline="P", split="modular", task="text-to-video", output="video", params=())
+WAIT = 10.0
+T = TypeVar("T")
+
+
+class Run:
+    """A stage whose steps are the script's: a step waits for the script's gate, and may raise what the script says."""
+
+    def __init__(self, params: Mapping[str, Any], pipeline: ScriptedPipeline) -> None:
+        self.name: str = params["name"]
+        self.step = 0
+        self.steps: int = params.get("steps", 3)
+        self._raises: Exception | None = params.get("raises")
+        self._pipeline = pipeline
+        self.memory: torch.Tensor | None = torch.zeros(8)
+        pipeline.memory[self.name] = weakref.ref(self.memory)
+
+    def advance(self) -> StageResult | None:
+        assert not torch.is_grad_enabled()
+        self._pipeline.turns.append(self.name)
+        self._pipeline.gate(self.name)
+        if self._raises is not None:
+            raise self._raises
+        self.step += 1
+        if self.step < self.steps:
+            return None
+        return StageResult(outputs=(StageOutput(consumer=Role.DECODER, tree=b"", tensors=()),))
+
+    def cancel(self) -> None:
+        self.memory = None
+
+
+class ScriptedPipeline:
+    """The `RolePipeline` of a script."""
+
+    roles = (Role.DENOISER,)
+    schema = SCHEMA
+    fingerprint = "f"
+
+    def __init__(self, gate: Callable[[str], None] = lambda name: None) -> None:
+        self.gate = gate
+        self.turns: list[str] = []
+        self.memory: dict[str, weakref.ref[torch.Tensor]] = {}
+
+    def start(
+        self,
+        role: Role,
+        params: Mapping[str, Any],
+        inputs: Sequence[tuple[bytes, Sequence[torch.Tensor]]],
+        images: Sequence[bytes],
+    ) -> Run:
+        if "refuse" in params:
+            raise params["refuse"]
+        return Run(params, self)
+
+
+class Bench:
+    """A running compute thread and what it says."""
+
+    def __init__(self, pipeline: ScriptedPipeline, max_running: int = 1) -> None:
+        self.posts: SimpleQueue[Post] = SimpleQueue()
+        self.staged: SimpleQueue[StageJob] = SimpleQueue()
+        self.encoded: SimpleQueue[MediaJob] = SimpleQueue()
+        self.thread = ComputeThread(
+            load=lambda: pipeline,
+            device="cpu",
+            max_running=max_running,
+            identity=IDENTITY,
+            post=self.posts.put,
+            stage=self.staged.put,
+            encode=self.encoded.put,
+        )
+        self.thread.start()
+        assert isinstance(self.posts.get(timeout=WAIT), Loaded)
+
+    def begin(self, name: str, **params: Any) -> Ticket:
+        ticket = Ticket(Lease(RequestId(name), Role.DENOISER, 1))
+        self.thread.put(ComputeJob(ticket=ticket, params={"name": name, **params}, inputs=(), images=()))
+        return ticket
+
+    def until(self, kind: type[T]) -> T:
+        """The next post of that kind; what comes before it is passed over."""
+        while not isinstance(post := self.posts.get(timeout=WAIT), kind):
+            assert not isinstance(post, ThreadDied), post
+        return post
+
+
+@pytest.fixture
+def bench() -> Iterator[Callable[..., Bench]]:
+    benches: list[Bench] = []
+
+    def make(pipeline: ScriptedPipeline, max_running: int = 1) -> Bench:
+        benches.append(Bench(pipeline, max_running))
+        return benches[-1]
+
+    yield make
+    for one in benches:
+        one.thread.close()
+        one.thread.join(WAIT)
+        assert not one.thread.is_alive()
+
+
+def failure(post: Ended) -> ErrorInfo:
+    assert isinstance(post.outcome, StageFailed)
+    return post.outcome.error
+
+
+class Gate:
+    """Holds one named run in its step until it is opened."""
+
+    def __init__(self, name: str) -> None:
+        self._name = name
+        self.reached = threading.Event()
+        self.open = threading.Event()
+
+    def __call__(self, name: str) -> None:
+        if name == self._name:
+            self.reached.set()
+            assert self.open.wait(WAIT)
+
+
+def test_a_stage_reports_its_start_each_step_and_hands_its_output_on(bench: Callable[..., Bench]) -> None:
+    at = bench(ScriptedPipeline())
+    ticket = at.begin("a", steps=3)
+    assert at.posts.get(timeout=WAIT) == ComputeStarted(lease=ticket.lease)
+    assert [at.posts.get(timeout=WAIT) for _ in range(3)] == [
+        Stepped(lease=ticket.lease, step=n, steps=3) for n in (1, 2, 3)
+    ]
+    job = at.staged.get(timeout=WAIT)
+    assert job.ticket is ticket
+    assert [o.consumer for o in job.outputs] == [Role.DECODER]
+
+
+def test_two_requests_take_turns_step_by_step_and_a_third_waits(bench: Callable[..., Bench]) -> None:
+    gate = Gate("a")
+    pipeline = ScriptedPipeline(gate)
+    at = bench(pipeline, max_running=2)
+    at.begin("a", steps=3)
+    assert gate.reached.wait(WAIT)
+    at.begin("b", steps=2)
+    at.begin("c", steps=1)
+    gate.open.set()
+    done = [at.staged.get(timeout=WAIT).ticket.lease.request for _ in range(3)]
+    assert pipeline.turns == ["a", "b", "a", "b", "c", "a"]
+    assert done == ["b", "c", "a"]
+
+
+def test_cancelling_stops_before_the_next_step_and_lets_go_of_the_memory(bench: Callable[..., Bench]) -> None:
+    gate = Gate("a")
+    pipeline = ScriptedPipeline(gate)
+    at = bench(pipeline)
+    ticket = at.begin("a", steps=100)
+    assert gate.reached.wait(WAIT)
+    ticket.cancelled.set()
+    gate.open.set()
+    assert isinstance(at.until(Ended).outcome, Stopped)
+    assert pipeline.turns == ["a"]
+    assert pipeline.memory["a"]() is None
+
+
+def test_a_request_that_is_cancelled_while_it_queues_never_starts(bench: Callable[..., Bench]) -> None:
+    gate = Gate("a")
+    pipeline = ScriptedPipeline(gate)
+    at = bench(pipeline)
+    at.begin("a", steps=2)
+    assert gate.reached.wait(WAIT)
+    at.begin("b").cancelled.set()
+    gate.open.set()
+    ended = at.until(Ended)
+    assert ended.outcome.lease.request == "b"
+    assert at.staged.get(timeout=WAIT).ticket.lease.request == "a"
+    assert pipeline.turns == ["a", "a"]
+
+
+@pytest.mark.parametrize(
+    ("error", "code", "blame", "retryable", "words"),
+    [
+        (BadRequest("height", "height=7: too small"), "invalid_value", "caller", False, "height=7: too small"),
+        (StageError("out of memory", retryable=True), "stage_failed", "instance", True, "out of memory"),
+        (ZeroDivisionError("division by zero"), "stage_failed", "instance", False, "ZeroDivisionError"),
+    ],
+)
+@pytest.mark.parametrize("where", ["refuse", "raises"])
+def test_a_failing_request_fails_alone(
+    bench: Callable[..., Bench], where: str, error: Exception, code: str, blame: str, retryable: bool, words: str
+) -> None:
+    gate = Gate("good")
+    at = bench(ScriptedPipeline(gate), max_running=2)
+    at.begin("good")
+    assert gate.reached.wait(WAIT)
+    at.begin("bad", **{where: error})
+    gate.open.set()
+    info = failure(at.until(Ended))
+    assert (info.code, info.blame, info.retryable) == (code, blame, retryable)
+    assert words in info.message
+    assert at.staged.get(timeout=WAIT).ticket.lease.request == "good"
+
+
+def test_the_thread_keeps_no_tensor_of_what_it_has_finished(bench: Callable[..., Bench]) -> None:
+    at = bench(ScriptedPipeline())
+    tensor = torch.zeros(8)
+    gone = weakref.ref(tensor)
+    ticket = Ticket(Lease(RequestId("a"), Role.DENOISER, 1))
+    payload = Payload(tree=b"", tensors=(tensor,))
+    at.thread.put(ComputeJob(ticket=ticket, params={"name": "a", "steps": 1}, inputs=(payload,), images=()))
+    del tensor, payload
+    at.staged.get(timeout=WAIT)
+    at.begin("b", steps=1)  # once this one is through, the thread has returned from the first
+    at.staged.get(timeout=WAIT)
+    assert gone() is None
+
+
+def test_a_model_that_cannot_be_loaded_is_heard_of() -> None:
+    posts: SimpleQueue[Post] = SimpleQueue()
+
+    def load() -> ScriptedPipeline:
+        raise ModelError("component 'vae' cannot be loaded: no such file")
+
+    thread = ComputeThread(
+        load=load, device="cpu", max_running=1, identity=IDENTITY, post=posts.put,
+        stage=lambda job: None, encode=lambda job: None,
+    )  # fmt: skip
+    thread.start()
+    assert posts.get(timeout=WAIT) == ThreadDied(
+        thread="compute", reason="component 'vae' cannot be loaded: no such file"
+    )
+    thread.join(WAIT)
+
+
+def test_closing_gives_up_what_is_running(bench: Callable[..., Bench]) -> None:
+    gate = Gate("a")
+    pipeline = ScriptedPipeline(gate)
+    at = bench(pipeline)
+    at.begin("a", steps=10**9)
+    assert gate.reached.wait(WAIT)
+    at.thread.close()
+    gate.open.set()
+    at.thread.join(WAIT)
+    assert not at.thread.is_alive()
+    assert pipeline.turns == ["a"]
+    assert pipeline.memory["a"]() is None

@@ -1,0 +1,339 @@
+"""A real role process with the embedded model, driven over real sockets by the real router."""
+
+from __future__ import annotations
+
+import io
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import av
+import pytest
+import xxhash
+
+from triptych.config import RouterConfig
+from triptych.core.events import (
+    CancelRequest,
+    Count,
+    Disconnect,
+    FilesStored,
+    JobState,
+    JobView,
+    Received,
+    RouterAction,
+    RouterEvent,
+    SendMember,
+    SendWork,
+    StoreFiles,
+    Submit,
+    Tick,
+    Update,
+)
+from triptych.core.router import Router
+from triptych.ids import ROLES, Epoch, RequestId, Role
+from triptych.transport.control.server import ServerControl
+from triptych.wire.messages import (
+    Fetched,
+    FromInstance,
+    Goodbye,
+    Heartbeat,
+    Lease,
+    MediaFile,
+    Progress,
+    Staged,
+    Started,
+    Stopped,
+)
+
+WAIT = 60.0
+SMALL = {"prompt": "a red circle on a blue background", "seed": 7, "height": 64, "width": 64, "num_frames": 5}
+ENDED = (JobState.DONE, JobState.FAILED, JobState.CANCELLED, JobState.TIMED_OUT)
+
+
+def free_port(run: int = 1) -> int:
+    """The first of ``run`` consecutive ports that nobody has."""
+    while True:
+        with socket.socket() as probe:
+            probe.bind(("127.0.0.1", 0))
+            first: int = probe.getsockname()[1]
+        try:
+            for port in range(first, first + run):
+                with socket.socket() as probe:
+                    probe.bind(("127.0.0.1", port))
+        except OSError:
+            continue
+        return first
+
+
+class Desk:
+    """The server's part, turned by the test: the router over real sockets, and a list of all that was said."""
+
+    def __init__(self) -> None:
+        self.port = free_port(4)
+        urls = {role: f"tcp://127.0.0.1:{self.port + n}" for n, role in enumerate(ROLES, 1)}
+        self.control = ServerControl("127.0.0.1", self.port)
+        self.router = Router(RouterConfig(lease_timeout=10), Epoch("server"), urls)
+        self.heard: list[FromInstance] = []
+        self.views: dict[RequestId, JobView] = {}
+        self.files: dict[RequestId, list[tuple[MediaFile, bytes]]] = {}
+
+    def feed(self, event: RouterEvent, blobs: tuple[bytes, ...] = ()) -> None:
+        for action in self.router.handle(event, time.monotonic()):
+            self._do(action, blobs)
+
+    def _do(self, action: RouterAction, blobs: tuple[bytes, ...]) -> None:
+        match action:
+            case SendMember():
+                self.control.send_member(action.instance, action.message)
+            case SendWork():
+                self.control.send_work(action.work_url, action.message)
+            case StoreFiles(lease=lease):
+                self.files[lease.request] = [(file, blobs[file.blob]) for file in action.files]
+                self.feed(FilesStored(request=lease.request, attempt=lease.attempt))
+            case Update(view=view):
+                self.views[view.request] = view
+            case Disconnect():
+                self.control.disconnect(action.work_url)
+            case Count():
+                pass
+
+    def until(self, condition: Callable[[], bool]) -> None:
+        """Serve until the condition holds."""
+        deadline = time.monotonic() + WAIT
+        while not condition():
+            assert time.monotonic() < deadline, f"{self.views}\n{self.heard[-10:]}"
+            for inbound in self.control.receive():
+                self.heard.append(inbound.message)
+                self.feed(Received(message=inbound.message), inbound.blobs)
+            self.feed(Tick())
+            self.control.flush()
+            time.sleep(0.002)
+
+    def submit(self, name: str, **params: Any) -> RequestId:
+        request = RequestId(name)
+        self.feed(Submit(request=request, params=SMALL | params, queue_timeout=WAIT, run_timeout=WAIT))
+        return request
+
+    def result(self, request: RequestId) -> JobView:
+        """The request once it has ended."""
+        self.until(lambda: request in self.views and self.views[request].state in ENDED)
+        return self.views[request]
+
+    def said(self, kind: type[FromInstance], request: str, role: Role) -> list[int]:
+        """Where in all that was said the messages of that kind about that stage stand."""
+        return [
+            at
+            for at, message in enumerate(self.heard)
+            if isinstance(message, kind)
+            and isinstance(lease := getattr(message, "lease", None), Lease)
+            and (lease.request, lease.role) == (request, role)
+        ]
+
+    def last_heartbeat(self) -> Heartbeat:
+        return next(m for m in reversed(self.heard) if isinstance(m, Heartbeat))
+
+
+class Instance:
+    """One role process."""
+
+    def __init__(self, desk: Desk, *roles: Role, log: Path, **options: Any) -> None:
+        self.port = free_port()
+        self.log = log
+        config = {"slots": 2, "max_running": 1, "model": "tiny", "transfer": "shm"} | options
+        code = (
+            "from triptych.config import *\n"
+            "from triptych.ids import Role\n"
+            "from triptych.worker.process import run_instance\n"
+            "raise SystemExit(run_instance(InstanceConfig(\n"
+            f"    roles=tuple(map(Role, {[str(r) for r in roles]})), server_addr='tcp://127.0.0.1:{desk.port}',\n"
+            f"    work_port={self.port}, transfer=TransferConfig(kind={config['transfer']!r}),\n"
+            f"    model=ModelConfig(path={config['model']!r}, device='cpu'),\n"
+            f"    slots={config['slots']}, max_running={config['max_running']})))\n"
+        )
+        with log.open("w") as stderr:
+            self.process = subprocess.Popen(
+                [sys.executable, "-c", code], stderr=stderr, env=os.environ | {"OMP_NUM_THREADS": "1"}
+            )
+
+    def until_logged(self, words: str) -> None:
+        deadline = time.monotonic() + WAIT
+        while words not in self.log.read_text():
+            assert time.monotonic() < deadline, self.log.read_text()
+            assert self.process.poll() is None, self.log.read_text()
+            time.sleep(0.01)
+
+    def end(self) -> None:
+        if self.process.poll() is None:
+            self.process.kill()
+        self.process.wait(WAIT)
+
+
+@pytest.fixture(scope="module")
+def shared_memory() -> Iterator[None]:
+    """Whatever these processes do and however they end, nothing of theirs stays in shared memory."""
+    before = set(os.listdir("/dev/shm"))  # noqa: PTH208
+    yield
+    left = set(os.listdir("/dev/shm")) - before  # noqa: PTH208
+    assert not [name for name in left if "triptych" in name or name.startswith(("psm_", "torch_"))]
+
+
+@pytest.fixture(scope="module")
+def universal(shared_memory: None, tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Desk, Instance]]:
+    """One instance with all three roles."""
+    desk = Desk()
+    instance = Instance(
+        desk, *ROLES, log=tmp_path_factory.mktemp("universal") / "log", transfer="local", slots=3, max_running=2
+    )
+    yield desk, instance
+    instance.end()
+    desk.control.close()
+
+
+@pytest.fixture(scope="module")
+def split(shared_memory: None, tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Desk, Instance, Instance]]:
+    """The denoiser in a process of its own."""
+    desk = Desk()
+    folder = tmp_path_factory.mktemp("split")
+    ends = Instance(desk, Role.ENCODER, Role.DECODER, log=folder / "ends")
+    middle = Instance(desk, Role.DENOISER, log=folder / "middle")
+    yield desk, ends, middle
+    ends.end()
+    middle.end()
+    desk.control.close()
+
+
+def frames_of(data: bytes) -> int:
+    with av.open(io.BytesIO(data)) as container:
+        return sum(1 for _ in container.decode(video=0))
+
+
+def test_a_prompt_becomes_an_mp4(universal: tuple[Desk, Instance]) -> None:
+    desk, instance = universal
+    request = desk.submit("prompt", num_inference_steps=3)
+    view = desk.result(request)
+    assert view.state is JobState.DONE, view.error
+    assert max((m.step, m.steps) for m in desk.heard if isinstance(m, Progress)) == (3, 3)
+    assert [t.role for t in view.timings] == list(ROLES)
+    ((file, data),) = desk.files[request]
+    assert (file.mime, file.width, file.height, file.frames) == ("video/mp4", 64, 64, 5)
+    assert file.checksum == xxhash.xxh3_64_intdigest(data)
+    assert frames_of(data) == 5
+    log = instance.log.read_text()
+    for words in ("staged role=encoder", "staged role=denoiser", "finished role=decoder"):
+        (line,) = [line for line in log.splitlines() if words in line]
+        assert f"request={request} attempt=1" in line
+        assert "compute_seconds=" in line
+
+
+def test_two_processes_give_the_same_bytes_as_one(
+    universal: tuple[Desk, Instance], split: tuple[Desk, Instance, Instance]
+) -> None:
+    results: list[bytes] = []
+    for desk in (universal[0], split[0]):
+        request = desk.submit("same", num_inference_steps=2)
+        view = desk.result(request)
+        assert view.state is JobState.DONE, view.error
+        results.append(desk.files[request][0][1])
+    assert {t.plane for t in split[0].views[RequestId("same")].timings} == {"", "shm"}
+    assert results[0] == results[1]
+
+
+def test_the_next_inputs_are_pulled_while_the_first_request_computes(split: tuple[Desk, Instance, Instance]) -> None:
+    desk = split[0]
+    first = desk.submit("first", num_inference_steps=60)
+    desk.until(lambda: bool(desk.said(Progress, first, Role.DENOISER)))
+    second = desk.submit("second", num_inference_steps=2)
+    for request in (first, second):
+        assert desk.result(request).state is JobState.DONE
+    (fetched,) = desk.said(Fetched, second, Role.DENOISER)
+    (started,) = desk.said(Started, second, Role.DENOISER)
+    (staged,) = desk.said(Staged, first, Role.DENOISER)
+    assert fetched < staged < started
+
+
+def test_cancelling_stops_the_steps_and_frees_slot_and_pool(universal: tuple[Desk, Instance]) -> None:
+    desk = universal[0]
+    request = desk.submit("cancelled", num_inference_steps=100)
+    desk.until(lambda: bool(desk.said(Progress, request, Role.DENOISER)))
+    desk.feed(CancelRequest(request=request))
+    assert desk.result(request).state is JobState.CANCELLED
+    desk.until(lambda: bool(desk.said(Stopped, request, Role.DENOISER)))
+    steps = [m.step for m in desk.heard if isinstance(m, Progress) and m.lease.request == request]
+    assert max(steps) < 100
+    beat = desk.last_heartbeat().sequence
+    desk.until(lambda: desk.last_heartbeat().sequence > beat + 3)
+    assert (desk.last_heartbeat().leases, desk.last_heartbeat().pool_used) == ((), 0)
+    assert desk.result(desk.submit("after", num_inference_steps=2)).state is JobState.DONE
+    desk.router.check_integrity()
+
+
+def test_a_poisoned_request_fails_alone(universal: tuple[Desk, Instance]) -> None:
+    desk = universal[0]
+    good = desk.submit("good", num_inference_steps=8)
+    bad = [desk.submit("bad size", height=7), desk.submit("bad type", num_inference_steps="many")]
+    bad_end = desk.submit("bad format", num_inference_steps=1, output_format="png")
+    for request in (*bad, bad_end):
+        view = desk.result(request)
+        assert view.state is JobState.FAILED
+        assert view.error is not None
+        assert view.error.blame == "caller", view.error
+    assert desk.result(good).state is JobState.DONE
+
+
+def test_several_outputs_are_several_files(universal: tuple[Desk, Instance]) -> None:
+    desk = universal[0]
+    request = desk.submit("pictures", num_inference_steps=1, num_frames=1, n=2, output_format="jpeg")
+    assert desk.result(request).state is JobState.DONE
+    assert [(f.mime, f.frames) for f, _ in desk.files[request]] == [("image/jpeg", 1)] * 2
+    assert all(data.startswith(b"\xff\xd8") for _, data in desk.files[request])
+
+
+def test_sigterm_says_goodbye_and_ends_at_once_also_while_computing(split: tuple[Desk, Instance, Instance]) -> None:
+    desk, ends, middle = split
+    request = desk.submit("interrupted", num_inference_steps=100)
+    desk.until(lambda: bool(desk.said(Progress, request, Role.DENOISER)))
+    begun = time.monotonic()
+    for instance in (middle, ends):
+        instance.process.send_signal(signal.SIGTERM)
+    assert [i.process.wait(WAIT) for i in (middle, ends)] == [0, 0]
+    assert time.monotonic() - begun < 6
+    desk.until(lambda: sum(isinstance(m, Goodbye) for m in desk.heard) == 2)
+    assert not desk.router.instances()
+
+
+def test_kill_9_leaves_nothing_behind(universal: tuple[Desk, Instance], shared_memory: None) -> None:
+    desk, instance = universal
+    request = desk.submit("killed", num_inference_steps=100)
+    desk.until(lambda: bool(desk.said(Progress, request, Role.DENOISER)))
+    instance.process.kill()
+    assert instance.process.wait(WAIT) == -signal.SIGKILL
+
+
+def test_a_model_that_cannot_be_loaded_ends_the_process_with_a_reason(tmp_path: Path) -> None:
+    desk = Desk()
+    instance = Instance(desk, Role.DENOISER, log=tmp_path / "log", model=str(tmp_path / "nothing"))
+    try:
+        assert instance.process.wait(WAIT) == 1
+        assert "nothing" in instance.log.read_text()
+        assert "Traceback" not in instance.log.read_text()
+    finally:
+        instance.end()
+        desk.control.close()
+
+
+def test_sigterm_while_the_model_loads_ends_the_process_at_once(tmp_path: Path) -> None:
+    desk = Desk()
+    instance = Instance(desk, *ROLES, log=tmp_path / "log")
+    try:
+        instance.until_logged("starting roles=")
+        instance.process.send_signal(signal.SIGTERM)
+        assert instance.process.wait(WAIT) == 0
+    finally:
+        instance.end()
+        desk.control.close()
