@@ -55,6 +55,18 @@ _WAN = Family(
     exact_timestep=True,
 )
 
+MODULAR_NAMES: dict[str, str] = {
+    "FluxPipeline": "flux",
+    "QwenImagePipeline": "qwenimage",
+    "WanImageToVideoPipeline": "wan-i2v",
+    "WanPipeline": "wan",
+    "ZImagePipeline": "z-image",
+}
+"""Classic pipeline class to Diffusers' name of its modular counterpart, for the classes seen to work.
+
+Diffusers' own table answers for others, at the price of importing every pipeline that it has.
+"""
+
 FAMILIES: dict[str, Family] = {
     "WanModularPipeline": _WAN,
     "WanImage2VideoModularPipeline": _WAN,

@@ -14,7 +14,7 @@ from triptych.config import ModelConfig
 from triptych.errors import ModelError
 from triptych.ids import ROLES, Role
 from triptych.pipeline.cut import Cut, cut
-from triptych.pipeline.families import family_of
+from triptych.pipeline.families import MODULAR_NAMES, family_of
 from triptych.pipeline.fingerprint import fingerprint
 from triptych.pipeline.modular import LoadedRole, ModularRolePipeline
 from triptych.pipeline.schema import build_schema, read_settings
@@ -31,7 +31,7 @@ def load_pipeline(model: ModelConfig, roles: tuple[Role, ...], device: str) -> M
     folder = resolve_source(model.path)
     index = read_index(folder)
     dtype: torch.dtype = getattr(torch, model.effective_dtype)
-    whole = _whole_pipeline(folder)
+    whole = _whole_pipeline(folder, index)
     parts = cut(type(whole).__name__, whole.blocks)
     present = index_components(index)
     _check_overrides(model.components, present)
@@ -64,15 +64,27 @@ def quiet_libraries() -> None:
     logging.getLogger("diffusers.modular_pipelines.modular_pipeline").setLevel(logging.CRITICAL)
 
 
-def _whole_pipeline(folder: Path) -> Any:
+def _whole_pipeline(folder: Path, index: dict[str, Any]) -> Any:
     """The uncut modular pipeline without weights, of the class that stands for the folder's classic one."""
-    from diffusers.modular_pipelines.modular_pipeline import ModularPipeline
+    import diffusers
+    from diffusers.modular_pipelines.modular_pipeline import MODULAR_PIPELINE_MAPPING
 
+    classic = index["_class_name"]
+    counterpart = MODULAR_PIPELINE_MAPPING.get(_modular_name(classic))
+    if counterpart is None:
+        raise ModelError(f"model {str(folder)!r}: Diffusers has no modular pipeline for {classic}")
     try:
-        pipeline = ModularPipeline.from_pretrained(str(folder))
-    except (OSError, ValueError, AttributeError, ImportError) as error:
-        raise ModelError(f"model {str(folder)!r}: no modular pipeline for it: {error}") from error
-    return pipeline
+        return getattr(diffusers, counterpart(index))(pretrained_model_name_or_path=str(folder), config_dict=index)
+    except (OSError, ValueError, RuntimeError, AttributeError, ImportError) as error:
+        raise ModelError(f"model {str(folder)!r}: the modular pipeline of {classic} fails: {error}") from error
+
+
+def _modular_name(classic: str) -> str | None:
+    if classic in MODULAR_NAMES:
+        return MODULAR_NAMES[classic]
+    from diffusers.pipelines.auto_pipeline import _get_model  # pyright: ignore[reportPrivateUsage]
+
+    return _get_model(classic)
 
 
 def _check_overrides(overrides: Mapping[str, str], present: Mapping[str, tuple[str, str]]) -> None:

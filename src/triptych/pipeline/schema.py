@@ -152,7 +152,9 @@ class _Builder:
 
     def _steps(self) -> Param:
         default = self._default("num_inference_steps") or self._inputs["num_inference_steps"].default or 50
-        return Param(name="num_inference_steps", type="integer", default=default, minimum=1,
+        # A schedule that is stretched to end at a given noise level divides by the length of its first step.
+        least = 2 if _config(self._whole, "scheduler", "shift_terminal") else 1
+        return Param(name="num_inference_steps", type="integer", default=default, minimum=least,
                      maximum=self._limit("max_steps"), description="Denoising steps.")  # fmt: skip
 
     def _guidance(self) -> list[Param]:

@@ -1,0 +1,147 @@
+"""Tiny random checkpoints in the Diffusers folder layout, one function a family; nothing is downloaded."""
+
+from __future__ import annotations
+
+import string
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+from diffusers import (
+    AutoencoderKLQwenImage,
+    AutoencoderKLWan,
+    FlowMatchEulerDiscreteScheduler,
+    QwenImagePipeline,
+    QwenImageTransformer2DModel,
+    UniPCMultistepScheduler,
+    WanPipeline,
+    WanTransformer3DModel,
+)
+from transformers import (
+    Qwen2_5_VLConfig,
+    Qwen2_5_VLForConditionalGeneration,
+    Qwen2Tokenizer,
+    T5Tokenizer,
+    UMT5Config,
+    UMT5EncoderModel,
+)
+from transformers.convert_slow_tokenizer import bytes_to_unicode
+
+
+def seeded(build: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    """A module with random weights that are the same every time."""
+    torch.manual_seed(0)
+    return build(*args, **kwargs).eval()
+
+
+# -- Wan ----------------------------------------------------------------------------------------------------------
+
+
+def t5_tokenizer() -> T5Tokenizer:
+    specials = [("<pad>", 0.0), ("</s>", 0.0), ("<unk>", 0.0)]
+    words = [(f"▁{word}", -2.0) for word in ("a", "the", "cat", "dog", "runs", "red", "ball")]
+    letters = [(letter, -5.0) for letter in "▁" + string.ascii_letters + string.digits + string.punctuation]
+    return T5Tokenizer(vocab=specials + words + letters, extra_ids=0, unk_token="<unk>")
+
+
+def umt5(tokenizer: T5Tokenizer) -> UMT5EncoderModel:
+    config = UMT5Config(
+        vocab_size=len(tokenizer) + 8, d_model=32, d_kv=8, d_ff=64, num_layers=2, num_heads=4, pad_token_id=0,
+        eos_token_id=1,
+    )  # fmt: skip
+    return seeded(UMT5EncoderModel, config)
+
+
+def wan_transformer(**changes: Any) -> WanTransformer3DModel:
+    config = dict(
+        patch_size=(1, 2, 2), num_attention_heads=4, attention_head_dim=12, in_channels=16, out_channels=16,
+        text_dim=32, freq_dim=64, ffn_dim=64, num_layers=2, cross_attn_norm=True, qk_norm="rms_norm_across_heads",
+        rope_max_seq_len=32,
+    )  # fmt: skip
+    return seeded(WanTransformer3DModel, **(config | changes))
+
+
+def wan_parts() -> dict[str, Any]:
+    tokenizer = t5_tokenizer()
+    return dict(
+        tokenizer=tokenizer,
+        text_encoder=umt5(tokenizer),
+        vae=seeded(
+            AutoencoderKLWan,
+            base_dim=4, z_dim=16, dim_mult=[1, 1, 1, 1], num_res_blocks=1, temperal_downsample=[False, True, True],
+        ),
+        scheduler=UniPCMultistepScheduler(prediction_type="flow_prediction", use_flow_sigmas=True, flow_shift=3.0),
+    )  # fmt: skip
+
+
+def wan_t2v(folder: Path) -> None:
+    """Wan2.1 text-to-video."""
+    WanPipeline(**wan_parts(), transformer=wan_transformer()).save_pretrained(folder)
+
+
+# -- Qwen-Image -----------------------------------------------------------------------------------------------------
+
+QWEN_SPECIALS = (
+    "<|endoftext|>", "<|im_start|>", "<|im_end|>", "<|vision_start|>", "<|vision_end|>", "<|vision_pad|>",
+    "<|image_pad|>", "<|video_pad|>",
+)  # fmt: skip
+
+
+def qwen_tokenizer() -> Qwen2Tokenizer:
+    vocab = {character: i for i, character in enumerate(bytes_to_unicode().values())}
+    return Qwen2Tokenizer(
+        vocab=vocab, merges=[], unk_token=None, pad_token="<|endoftext|>", eos_token="<|im_end|>", bos_token=None,
+        additional_special_tokens=list(QWEN_SPECIALS),
+    )  # fmt: skip
+
+
+def qwen_text_encoder(tokenizer: Qwen2Tokenizer) -> Qwen2_5_VLForConditionalGeneration:
+    ids = {special: tokenizer.convert_tokens_to_ids(special) for special in QWEN_SPECIALS}
+    config = Qwen2_5_VLConfig(
+        text_config=dict(
+            hidden_size=16, intermediate_size=32, num_hidden_layers=2, num_attention_heads=2, num_key_value_heads=2,
+            vocab_size=len(tokenizer) + 6, bos_token_id=ids["<|endoftext|>"], eos_token_id=ids["<|im_end|>"],
+            pad_token_id=ids["<|endoftext|>"],
+            rope_parameters={"mrope_section": [1, 1, 2], "rope_type": "default", "rope_theta": 1e6},
+        ),
+        vision_config=dict(
+            depth=2, hidden_size=16, intermediate_size=32, num_heads=2, out_hidden_size=16,
+            fullatt_block_indexes=[1], patch_size=14, window_size=112,
+        ),
+        vision_start_token_id=ids["<|vision_start|>"], vision_end_token_id=ids["<|vision_end|>"],
+        vision_token_id=ids["<|vision_pad|>"], image_token_id=ids["<|image_pad|>"],
+        video_token_id=ids["<|video_pad|>"],
+    )  # fmt: skip
+    return seeded(Qwen2_5_VLForConditionalGeneration, config)
+
+
+def flow_match_euler() -> FlowMatchEulerDiscreteScheduler:
+    return FlowMatchEulerDiscreteScheduler(
+        base_image_seq_len=256, base_shift=0.5, max_image_seq_len=8192, max_shift=0.9, shift=1.0, shift_terminal=0.02,
+        use_dynamic_shifting=True,
+    )  # fmt: skip
+
+
+def qwen_t2i(folder: Path) -> None:
+    """Qwen-Image text-to-image."""
+    tokenizer = qwen_tokenizer()
+    QwenImagePipeline(
+        tokenizer=tokenizer,
+        text_encoder=qwen_text_encoder(tokenizer),
+        scheduler=flow_match_euler(),
+        vae=seeded(
+            AutoencoderKLQwenImage,
+            base_dim=8, z_dim=4, dim_mult=[1, 1, 2, 2], num_res_blocks=1, temperal_downsample=[False, True, True],
+            latents_mean=[0.1, -0.2, 0.3, 0.0], latents_std=[1.1, 0.9, 1.2, 1.0],
+        ),
+        transformer=seeded(
+            QwenImageTransformer2DModel,
+            patch_size=2, in_channels=16, out_channels=4, num_layers=2, attention_head_dim=16, num_attention_heads=4,
+            joint_attention_dim=16, guidance_embeds=False, axes_dims_rope=(8, 4, 4),
+        ),
+    ).save_pretrained(folder)  # fmt: skip
+
+
+BUILDERS: dict[str, Callable[[Path], None]] = {"wan_t2v": wan_t2v, "qwen_t2i": qwen_t2i}
+"""Family name -> what writes its checkpoint into a folder."""
