@@ -1,0 +1,283 @@
+"""Real deployments for the end-to-end tests: `triptych` processes started one by one, as a user would.
+
+Everything goes over HTTP and signals, as for a user; nothing here reaches into a process.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import signal as signals
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterable, Mapping
+from pathlib import Path
+from typing import Any, Self
+
+import httpx
+import psutil
+
+from triptych.launch.ports import free_ports
+
+PATIENCE = 120.0
+"""Seconds that anything may take on a busy machine before a test gives up."""
+
+ROLES = ("encoder", "denoiser", "decoder")
+
+SMALL: dict[str, Any] = {
+    "prompt": "a red ball moves right on blue",
+    "size": "64x64",
+    "num_frames": 5,
+    "num_inference_steps": 3,
+    "seed": 7,
+}
+"""A request that takes a fraction of a second."""
+
+SHARED_MEMORY = Path("/dev/shm")
+
+
+def environment() -> dict[str, str]:
+    """One thread for each process, whose results then do not depend on who else computes; no network."""
+    return {**os.environ, "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
+
+
+def until(condition: Callable[[], Any], what: str, seconds: float = PATIENCE) -> Any:
+    """Wait until ``condition`` gives something true, and return that."""
+    deadline = time.monotonic() + seconds
+    while True:
+        value = condition()
+        if value:
+            return value
+        assert time.monotonic() < deadline, f"not within {seconds:g} s: {what}"
+        time.sleep(0.02)
+
+
+def running(pid: int) -> bool:
+    """Whether a process is there and not just waiting to be collected."""
+    try:
+        return psutil.Process(pid).status() != psutil.STATUS_ZOMBIE
+    except psutil.NoSuchProcess:
+        return False
+
+
+def segments() -> set[str]:
+    """Names of all shared-memory segments of this machine."""
+    return {path.name for path in SHARED_MEMORY.iterdir()} if SHARED_MEMORY.is_dir() else set()
+
+
+class Process:
+    """One `triptych` process in a session of its own; what it prints is kept in a file."""
+
+    def __init__(self, name: str, words: Iterable[str], folder: Path) -> None:
+        self.name = name
+        self.log = folder / f"{name}-{time.monotonic_ns()}.log"
+        with self.log.open("wb") as output:
+            self._process = subprocess.Popen(
+                [sys.executable, "-m", "triptych.cli.main", *words],
+                stdin=subprocess.DEVNULL,
+                stdout=output,
+                stderr=subprocess.STDOUT,
+                start_new_session=True,
+                env=environment(),
+                cwd=folder,
+            )
+
+    @property
+    def pid(self) -> int:
+        return self._process.pid
+
+    @property
+    def status(self) -> int | None:
+        """Exit status, None while it runs."""
+        return self._process.poll()
+
+    def output(self) -> str:
+        """All that it printed so far."""
+        return self.log.read_text(errors="replace")
+
+    def signal(self, number: signals.Signals) -> None:
+        """Send a signal to it."""
+        self._process.send_signal(number)
+
+    def kill(self) -> None:
+        """End it as a crash would."""
+        self._process.kill()
+        self._process.wait()
+
+    def end(self, seconds: float = 30) -> int | str:
+        """Wait for its end; its exit status, or a word when it had to be killed."""
+        try:
+            return self._process.wait(seconds)
+        except subprocess.TimeoutExpired:
+            self.kill()
+            return f"did not end within {seconds:g} s"
+
+    def stop(self, number: signals.Signals = signals.SIGTERM) -> int | str:
+        """Ask it to end and wait for that; its exit status."""
+        if self._process.poll() is None:
+            self._process.send_signal(number)
+        return self.end()
+
+
+def stop_all(processes: Iterable[Process], number: signals.Signals = signals.SIGTERM) -> None:
+    """End all that live, at once, and only then say which of them did not end well by themselves."""
+    live = [process for process in processes if process.status is None]
+    for process in live:
+        process.signal(signals.SIGCONT)
+        process.signal(number)
+    bad = [f"{process.name}: {status}\n{process.output()[-3000:]}" for process in live if (status := process.end())]
+    assert not bad, "\n".join(bad)
+
+
+class Api:
+    """The HTTP API as a plain user speaks it."""
+
+    def __init__(self, url: str) -> None:
+        self.url = url
+        self._http = httpx.Client(base_url=url, timeout=60, trust_env=False)
+
+    def close(self) -> None:
+        self._http.close()
+
+    def ready(self) -> bool:
+        try:
+            return self._http.get("/ready").status_code == 200
+        except httpx.TransportError:
+            return False
+
+    def info(self) -> dict[str, Any]:
+        """/server_info."""
+        return self._http.get("/server_info").raise_for_status().json()
+
+    def metrics(self) -> str:
+        return self._http.get("/metrics").raise_for_status().text
+
+    def post(self, path: str, body: Mapping[str, Any]) -> httpx.Response:
+        return self._http.post(path, json=dict(body))
+
+    def submit(self, **fields: Any) -> str:
+        """Start a small video job, with ``fields`` instead of its own; the job's id."""
+        answer = self.post("/v1/videos", SMALL | fields)
+        assert answer.status_code == 200, answer.text
+        return answer.json()["id"]
+
+    def job(self, job: str) -> dict[str, Any]:
+        return self._http.get(f"/v1/videos/{job}").raise_for_status().json()
+
+    def ended(self, job: str, seconds: float = PATIENCE) -> dict[str, Any]:
+        """Wait for the job's end, good or bad; the job as it then is."""
+
+        def look() -> dict[str, Any] | None:
+            video = self.job(job)
+            return video if video["status"] in ("completed", "failed") else None
+
+        return until(look, f"the end of {job}", seconds)
+
+    def done(self, job: str, seconds: float = PATIENCE) -> dict[str, Any]:
+        """Wait for the job, which must end well."""
+        video = self.ended(job, seconds)
+        assert video["status"] == "completed", video["error"]
+        return video
+
+    def content(self, job: str) -> bytes:
+        """The finished file."""
+        return self._http.get(f"/v1/videos/{job}/content").raise_for_status().content
+
+    def make(self, **fields: Any) -> bytes:
+        """A small video from prompt to file."""
+        job = self.submit(**fields)
+        self.done(job)
+        return self.content(job)
+
+
+class Deployment:
+    """A server and role instances, each started by its own command, in any order."""
+
+    def __init__(self, folder: Path, *, model: str = "tiny", plane: str = "shm", queue_timeout: float = 600) -> None:
+        self.folder = folder
+        self.model = model
+        self.plane = plane
+        self.queue_timeout = queue_timeout
+        self.port, self.frontend, *_ = free_ports(5)
+        self.api = Api(f"http://127.0.0.1:{self.port}")
+        self.server: Process | None = None
+        self.instances: dict[str, Process] = {}
+        self.work_ports: dict[str, int] = {}
+
+    def start_server(self, *words: str) -> Process:
+        """Start the server, with more command line words if need be."""
+        self.server = Process(
+            "server",
+            ["serve", "--disagg-role", "server", "--port", str(self.port), "--scheduler-port", str(self.frontend),
+             "--queue-timeout", str(self.queue_timeout), "--output-dir", str(self.folder / "outputs"), *words],
+            self.folder,
+        )  # fmt: skip
+        return self.server
+
+    def start(self, name: str, *words: str, model: str | None = None) -> Process:
+        """Start the instance ``name``, e.g. ``denoiser-1``, or again at its old port after its end."""
+        role = name.partition("-")[0]
+        port = self.work_ports.setdefault(name, free_ports(1)[0])
+        self.instances[name] = Process(
+            name,
+            ["serve", "--model-path", model or self.model, "--device", "cpu", "--disagg-role", role,
+             "--disagg-server-addr", f"tcp://127.0.0.1:{self.frontend}", "--scheduler-port", str(port),
+             "--disagg-transfer", self.plane, "--disagg-transfer-pool-size", "64MiB", *words],
+            self.folder,
+        )  # fmt: skip
+        return self.instances[name]
+
+    def start_all(self, **counts: int) -> Self:
+        """The server and so many instances of each role (one where nothing is said), then wait for all of them."""
+        self.start_server()
+        for role in ROLES:
+            for number in range(counts.get(role, 1)):
+                self.start(f"{role}-{number}")
+        self.wait_ready()
+        return self
+
+    def wait_ready(self) -> None:
+        """Wait until the server answers and every live instance has registered."""
+
+        def all_here() -> bool:
+            for process in self.processes():
+                assert process.status is None, f"{process.name} ended:\n{process.output()[-3000:]}"
+            return self.api.ready() and len(self.registered()) >= len(self.instances)
+
+        until(all_here, "all processes being ready")
+
+    def registered(self) -> dict[str, str]:
+        """Work port's owner -> instance id, of the instances that the server knows as live."""
+        owners = {port: name for name, port in self.work_ports.items()}
+        found: dict[str, str] = {}
+        for instance in self.api.info()["instances"]:
+            port = int(instance["work_url"].rpartition(":")[2])
+            if port in owners:
+                found[owners[port]] = instance["instance"]
+        return found
+
+    def processes(self) -> list[Process]:
+        """All processes that should run."""
+        return [*([self.server] if self.server else []), *self.instances.values()]
+
+    def close(self) -> None:
+        """Stop everything; every process that lives must end by itself."""
+        self.api.close()
+        stop_all(self.processes())
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+
+def instances_of(video: Mapping[str, Any], role: str) -> list[str]:
+    """Ids of the instances that finished a stage of ``role`` for this job."""
+    return [timing["instance"] for timing in video["timings"] if timing["role"] == role]
+
+
+def pretty(value: Any) -> str:
+    """For messages of failed assertions."""
+    return json.dumps(value, indent=1)[:4000]

@@ -1,0 +1,118 @@
+"""Role processes that die, and frames that no peer of ours would send."""
+
+from __future__ import annotations
+
+import signal
+from pathlib import Path
+
+import msgspec
+import pytest
+import zmq
+
+from tests.e2e.harness import ROLES, Deployment, instances_of, until
+
+STAGES = {"encoder": "encoder", "denoiser": "denoising", "decoder": "decoder"}
+"""Role to the first word of the states that a request is in at that role."""
+
+EVIL_FRAMES: tuple[list[bytes], ...] = (
+    [b""],
+    [b"\x00" * 100],
+    [b"{}", b'{"type": "hello"}'],
+    [msgspec.msgpack.encode({"type": "hello"})],
+    [msgspec.msgpack.encode({"type": "run_stage", "lease": ["a", "encoder", 1]})],
+    [msgspec.msgpack.encode({"type": "no_such_message"})],
+    [msgspec.msgpack.encode([[[[[[[[1]]]]]]]])],
+    [b"\x80\x04\x95\x10\x00\x00\x00\x00\x00\x00\x00\x8c\x02os."],  # how a pickle begins
+    [b"x"] * 64,
+    [b"\xdf\xff\xff\xff\xff"],  # a map that claims four billion entries
+)
+
+
+@pytest.mark.parametrize("role", ROLES)
+def test_work_of_a_killed_instance_is_done_by_another(pool: Deployment, role: str) -> None:
+    """Symptom elsewhere: requests on a dead worker wait for their timeout, and new ones are still sent to it."""
+    expected = [pool.api.make(seed=seed) for seed in (1, 2)]
+    mine = [name for name in pool.instances if name.startswith(role)]
+    victim, *others = mine
+    ids = pool.registered()
+    for name in mine:
+        pool.instances[name].signal(signal.SIGSTOP)  # so that the requests are surely with them when one dies
+    jobs = [pool.api.submit(seed=seed) for seed in (1, 2)]
+    until(
+        lambda: all(pool.api.job(job)["stage"].startswith(STAGES[role]) for job in jobs),
+        f"the requests being with the {role}s",
+    )
+    pool.instances[victim].kill()
+    for name in others:
+        pool.instances[name].signal(signal.SIGCONT)
+    videos = [pool.api.done(job) for job in jobs]
+    assert [pool.api.content(job) for job in jobs] == expected
+    assert all(ids[victim] not in instances_of(video, role) for video in videos)
+    pool.start(victim)
+    pool.wait_ready()
+
+
+def test_a_denoiser_killed_between_two_steps_costs_nothing_but_time(pool: Deployment) -> None:
+    request = {"num_inference_steps": 30, "size": "128x128", "num_frames": 9, "seed": 3}
+    expected = pool.api.make(**request)
+    names = {instance: name for name, instance in pool.registered().items()}
+    job = pool.api.submit(**request)
+    until(lambda: pool.api.job(job)["step"] >= 3, "the third step")
+    (busy,) = [i["instance"] for i in pool.api.info()["instances"] if "denoiser" in i["roles"] and i["leases"]]
+    victim = names[busy]
+    pool.instances[victim].kill()
+    video = pool.api.done(job)
+    assert video["attempt"] >= 2
+    assert busy not in instances_of(video, "denoiser")
+    assert pool.api.content(job) == expected
+    pool.start(victim)
+    pool.wait_ready()
+
+
+@pytest.fixture(scope="module")
+def impatient(tmp_path_factory: pytest.TempPathFactory):
+    """One instance of each role, and a queue timeout of few seconds."""
+    with Deployment(tmp_path_factory.mktemp("impatient"), queue_timeout=6) as deployment:
+        yield deployment.start_all()
+
+
+@pytest.mark.parametrize("role", ROLES)
+def test_without_another_instance_the_request_fails_in_time_and_names_the_role(
+    impatient: Deployment, role: str
+) -> None:
+    name = f"{role}-0"
+    impatient.instances[name].signal(signal.SIGSTOP)
+    job = impatient.api.submit()
+    until(lambda: impatient.api.job(job)["stage"].startswith(STAGES[role]), f"the request being with the {role}")
+    impatient.instances.pop(name).kill()
+    video = impatient.api.ended(job, seconds=30)
+    assert video["status"] == "failed"
+    assert role in video["error"]["message"]
+    assert "queue" in video["error"]["message"] or "wait" in video["error"]["message"]
+    impatient.start(name)
+    impatient.wait_ready()
+    impatient.api.make()
+
+
+def test_malformed_frames_on_every_socket_are_survived(impatient: Deployment) -> None:
+    """Symptom elsewhere: one malformed message ends the router's thread, and every later request hangs."""
+    pushed = [impatient.frontend + 1, impatient.frontend + 2, impatient.frontend + 3, *impatient.work_ports.values()]
+    with zmq.Context() as context:
+        for port, kind in [(impatient.frontend, zmq.DEALER), *((port, zmq.PUSH) for port in pushed)]:
+            with context.socket(kind) as socket:
+                socket.setsockopt(zmq.LINGER, 5000)
+                socket.connect(f"tcp://127.0.0.1:{port}")
+                for frames in EVIL_FRAMES:
+                    socket.send_multipart(frames)
+    impatient.api.make()
+    assert all(process.status is None for process in impatient.processes())
+
+
+def test_rubbish_that_is_not_zmq_at_all_is_survived(impatient: Deployment, folder: Path) -> None:
+    import socket
+
+    for port in [*range(impatient.frontend, impatient.frontend + 4), *impatient.work_ports.values()]:
+        with socket.create_connection(("127.0.0.1", port)) as connection:
+            connection.sendall(b"GET / HTTP/1.1\r\n\r\n" + bytes(range(256)) * 64)
+    impatient.api.make()
+    assert all(process.status is None for process in impatient.processes())

@@ -1,0 +1,120 @@
+"""The same seed gives the same bytes, whatever way the pipeline is cut and the tensors travel."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from diffusers import WanPipeline
+
+from tests.e2e.harness import SMALL, Api, Deployment, Process, until
+from triptych.launch.ports import free_ports
+from triptych.models import tiny_path
+from triptych.pipeline.stage import Clip
+from triptych.worker.media import encode_clip
+
+REQUESTS: tuple[dict[str, Any], ...] = (
+    SMALL,
+    SMALL | {"size": "96x64", "num_frames": 9, "num_inference_steps": 4, "seed": 11, "guidance_scale": 1.0},
+    SMALL | {"prompt": "blue", "negative_prompt": "blurred", "seed": 2**31, "num_inference_steps": 2},
+)
+
+
+@pytest.fixture(scope="module")
+def stock() -> list[bytes]:
+    """What Diffusers' own pipeline makes of the requests, encoded as we encode."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    pipeline: Any = WanPipeline.from_pretrained(str(tiny_path()), dtype=torch.float32)
+    pipeline.set_progress_bar_config(disable=True)
+    files = [encode_clip(Clip(frames=stock_frames(pipeline, request), fps=8), "mp4").data for request in REQUESTS]
+    torch.set_num_threads(threads)
+    return files
+
+
+def stock_frames(pipeline: Any, request: dict[str, Any]) -> np.ndarray[Any, np.dtype[np.uint8]]:
+    width, height = map(int, request["size"].split("x"))
+    result = pipeline(
+        prompt=request["prompt"],
+        negative_prompt=request.get("negative_prompt"),
+        width=width,
+        height=height,
+        num_frames=request["num_frames"],
+        num_inference_steps=request["num_inference_steps"],
+        guidance_scale=request.get("guidance_scale", 3.0),
+        max_sequence_length=64,
+        generator=torch.Generator().manual_seed(request["seed"]),
+        output_type="pil",
+    )
+    return np.stack([np.asarray(frame) for frame in result.frames[0]])
+
+
+@pytest.fixture(scope="module")
+def monolithic(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Api]:
+    """`triptych serve MODEL`."""
+    folder = tmp_path_factory.mktemp("monolithic")
+    scheduler, *_ = free_ports(4)
+    (port,) = free_ports(1)
+    words = ["serve", "tiny", "--device", "cpu", "--port", str(port), "--scheduler-port", str(scheduler)]
+    process = Process("monolithic", words, folder)
+    api = Api(f"http://127.0.0.1:{port}")
+    until(lambda: api.ready() or process.status is not None, "the monolithic server being ready")
+    assert process.status is None, process.output()
+    yield api
+    api.close()
+    assert process.stop() == 0
+
+
+@pytest.fixture(scope="module")
+def over_mooncake(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Deployment]:
+    """Three role processes, tensors through Mooncake over TCP."""
+    with Deployment(tmp_path_factory.mktemp("mooncake"), plane="mooncake") as deployment:
+        yield deployment.start_all()
+
+
+def check_handoffs(video: dict[str, Any], plane: str) -> None:
+    """Both handoffs went the way that was asked for, with bytes."""
+    into = {timing["role"]: timing for timing in video["timings"]}
+    for role in ("denoiser", "decoder"):
+        assert into[role]["plane"] == plane
+        assert into[role]["pulled_bytes"] > 0
+
+
+def check(api: Api, stock: list[bytes], plane: str) -> None:
+    for request, expected in zip(REQUESTS, stock, strict=True):
+        job = api.submit(**request)
+        check_handoffs(api.done(job), plane)
+        assert api.content(job) == expected, f"{request} over {plane}"
+
+
+def test_one_process_gives_stock_diffusers_bytes(monolithic: Api, stock: list[bytes]) -> None:
+    check(monolithic, stock, "local")
+
+
+def test_three_processes_over_shared_memory_give_stock_diffusers_bytes(pool: Deployment, stock: list[bytes]) -> None:
+    check(pool.api, stock, "shm")
+
+
+def test_three_processes_over_mooncake_give_stock_diffusers_bytes(
+    over_mooncake: Deployment, stock: list[bytes]
+) -> None:
+    check(over_mooncake.api, stock, "mooncake")
+
+
+def test_each_role_holds_less_than_the_whole(over_mooncake: Deployment) -> None:
+    """Roles load their own weights only; the figure that the server shows is what the operating system says."""
+    resident = {i["instance"].partition("-")[0]: i["resident_bytes"] for i in over_mooncake.api.info()["instances"]}
+    assert set(resident) == {"encoder", "denoiser", "decoder"}
+    assert all(value > 0 for value in resident.values())
+
+
+def test_the_files_of_a_deployment_stay_in_its_output_folder(over_mooncake: Deployment, folder: Path) -> None:
+    job = over_mooncake.api.submit()
+    over_mooncake.api.done(job)
+    names = [p.name for p in (over_mooncake.folder / "outputs").rglob("*.mp4")]
+    assert any(re.search(re.escape(job), name) for name in names)

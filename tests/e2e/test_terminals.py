@@ -1,0 +1,115 @@
+"""The documented session: three roles and a server, each in its own terminal, in any order, and a client with curl."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import signal
+import subprocess
+from itertools import permutations
+from pathlib import Path
+
+import pytest
+
+from tests.e2e.harness import Api, Process, stop_all, until
+from triptych.launch.ports import free_ports
+from triptych.models import tiny_path
+
+PORTS = {"19655": "frontend", "19000": "encoder", "19001": "denoiser", "19002": "decoder", "22000": "http"}
+
+TERMINALS = {
+    "encoder": "triptych serve --model-path MODEL --disagg-role encoder  "
+    "--disagg-server-addr tcp://127.0.0.1:19655 --scheduler-port 19000 --num-gpus 1 --base-gpu-id 0",
+    "denoiser": "triptych serve --model-path MODEL --disagg-role denoiser "
+    "--disagg-server-addr tcp://127.0.0.1:19655 --scheduler-port 19001 --num-gpus 1 --base-gpu-id 1",
+    "decoder": "triptych serve --model-path MODEL --disagg-role decoder  "
+    "--disagg-server-addr tcp://127.0.0.1:19655 --scheduler-port 19002 --num-gpus 1 --base-gpu-id 2",
+    "server": "triptych serve --disagg-role server --encoder-urls tcp://127.0.0.1:19000 "
+    "--denoiser-urls tcp://127.0.0.1:19001 --decoder-urls tcp://127.0.0.1:19002 "
+    "--host 0.0.0.0 --port 22000 --scheduler-port 19655 --insecure",
+}
+"""As documented; the tests only put free ports in place of the documented ones."""
+
+CURL = (
+    "curl http://127.0.0.1:22000/v1/videos -sS -H",
+    "Content-Type: application/json",
+    '{"model": "MODEL", "prompt": "A curious raccoon exploring a garden, cinematic", "size": "64x64", '
+    '"num_frames": 5, "num_inference_steps": 2}',
+)
+
+
+class Session:
+    """The terminals of one session."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        shutil.copytree(tiny_path(), folder / "MODEL")  # any local model folder
+        frontend = free_ports(4)[0]
+        chosen = {"frontend": frontend, "http": free_ports(1)[0]}
+        chosen |= {role: free_ports(1)[0] for role in ("encoder", "denoiser", "decoder")}
+        self._ports = {documented: str(chosen[what]) for documented, what in PORTS.items()}
+        self.api = Api(self.here("http://127.0.0.1:22000"))
+        self.open: dict[str, Process] = {}
+
+    def here(self, text: str) -> str:
+        """The documented text with this session's ports."""
+        for documented, port in self._ports.items():
+            text = text.replace(documented, port)
+        return text
+
+    def type(self, terminal: str) -> Process:
+        """Start what is documented for a terminal."""
+        words = self.here(TERMINALS[terminal]).split()[1:]
+        self.open[terminal] = Process(terminal, words, self.folder)
+        return self.open[terminal]
+
+    def curl(self) -> str:
+        """The documented request; the job's id."""
+        command, header, body = CURL
+        answer = subprocess.run(
+            [*self.here(command).split(), header, "-d", body], check=True, capture_output=True, text=True
+        )
+        return json.loads(answer.stdout)["id"]
+
+    def close(self) -> None:
+        self.api.close()
+        stop_all(self.open.values(), signal.SIGINT)
+
+
+@pytest.fixture
+def session(folder: Path):
+    session = Session(folder)
+    yield session
+    session.close()
+
+
+@pytest.mark.parametrize(
+    "order",
+    [
+        ("encoder", "denoiser", "decoder", "server"),
+        ("server", "decoder", "encoder", "denoiser"),
+    ],
+    ids=lambda order: "-".join(word[:3] for word in order),
+)
+def test_the_documented_session_works_in_any_order(session: Session, order: tuple[str, ...]) -> None:
+    assert order in set(permutations(TERMINALS))
+    for terminal in order:
+        session.type(terminal)
+    until(session.api.ready, "the session being ready")
+    job = session.curl()
+    video = session.api.done(job)
+    assert video["prompt"] == "A curious raccoon exploring a garden, cinematic"
+    assert session.api.content(job)[4:8] == b"ftyp"
+
+
+def test_a_role_and_the_server_may_be_restarted_in_between(session: Session) -> None:
+    for terminal in TERMINALS:
+        session.type(terminal)
+    until(session.api.ready, "the session being ready")
+    session.api.done(session.curl())
+    for terminal in ("denoiser", "server"):
+        assert session.open[terminal].stop(signal.SIGINT) == 0
+        until(lambda: not session.api.ready(), f"the loss of the {terminal} being noticed")
+        session.type(terminal)
+        until(session.api.ready, f"the session being ready again with a new {terminal}")
+        session.api.done(session.curl())

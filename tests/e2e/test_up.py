@@ -1,0 +1,81 @@
+"""`triptych up` and `launch_pool_disagg_server`: a whole deployment that leaves nothing behind."""
+
+from __future__ import annotations
+
+import os
+import re
+import signal
+from pathlib import Path
+
+import psutil
+import pytest
+
+import triptych
+from tests.e2e.harness import Api, Process, running, segments, until
+from triptych.launch.ports import free_ports
+
+
+def family(process: Process) -> list[int]:
+    """Process ids of all that a process started."""
+    return [child.pid for child in psutil.Process(process.pid).children(recursive=True)]
+
+
+def start_up(folder: Path, *words: str) -> tuple[Process, Api]:
+    port, scheduler, *_ = free_ports(5)
+    process = Process(
+        "up",
+        ["up", "tiny", "--device", "cpu", "--port", str(port), "--scheduler-port", str(scheduler), *words],
+        folder,
+    )
+    until(lambda: "ready on http://" in process.output() or process.status is not None, "up being ready")
+    assert process.status is None, process.output()
+    return process, Api(f"http://127.0.0.1:{port}")
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGKILL], ids=["ctrl-c", "kill-9"])
+def test_up_leaves_no_process_and_no_segment(folder: Path, number: signal.Signals) -> None:
+    before = segments()
+    process, api = start_up(folder, "--encoders", "1", "--denoisers", "1", "--decoders", "1")
+    api.make()
+    api.close()
+    children = family(process)
+    assert len(children) >= 4
+    if number == signal.SIGINT:
+        assert process.stop(number) == 0
+    else:
+        process.kill()
+    until(lambda: not any(running(pid) for pid in children), "the end of every child", 20)
+    assert segments() - before == set()
+
+
+def test_up_starts_a_died_instance_again(folder: Path) -> None:
+    process, api = start_up(folder, "--replicas", "1")
+    (pid,) = re.findall(r"replica-0 +pid (\d+) ", process.output())
+    os.kill(int(pid), signal.SIGKILL)
+    until(lambda: len(set(re.findall(r"replica-0 +pid (\d+) ", process.output()))) == 2, "the restart")
+    assert "killed by SIGKILL" in process.output()
+    until(api.ready, "being ready again")
+    api.make()
+    api.close()
+    assert process.stop(signal.SIGINT) == 0
+
+
+def test_up_with_a_model_that_is_not_there_ends_with_the_reason(folder: Path) -> None:
+    process = Process("up", ["up", "no-such-folder", "--device", "cpu", "--port", str(free_ports(1)[0])], folder)
+    until(lambda: process.status is not None, "the end of up")
+    assert process.status == 2
+    assert "no-such-folder" in process.output()
+
+
+def test_a_pool_from_python(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    port, scheduler, *_ = free_ports(5)
+    monkeypatch.setenv("OMP_NUM_THREADS", "1")
+    args = triptych.ServerArgs.from_kwargs(
+        model_path="tiny", device="cpu", port=port, scheduler_port=scheduler, output_dir=folder
+    )
+    with triptych.launch_pool_disagg_server(args, encoder_gpus=[[0]], denoiser_gpus=[[0]], decoder_gpus=[[0]]) as pool:
+        api = Api(pool.wait_ready(120).url)
+        assert api.make()[4:8] == b"ftyp"
+        api.close()
+        pids = [status.pid for status in pool.statuses()]
+    assert not any(running(pid) for pid in pids if pid)
