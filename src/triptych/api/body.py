@@ -29,16 +29,15 @@ class Body:
     """Values came as text, so that "20" may be an integer."""
 
 
-async def read_body(request: Request, *, form: bool) -> Body:
-    """The body of ``request``; ``form`` allows multipart. Raises `BadRequest` or one of its kin."""
+async def read_body(request: Request) -> Body:
+    """The body of ``request``. Raises `BadRequest` or one of its kin."""
     header = request.headers.get("content-type", "")
     kind = parse_options_header(header)[0]
     if kind == b"application/json":
         return Body(fields=parse_json(await request.body()))
-    if form and kind == b"multipart/form-data":
+    if kind == b"multipart/form-data":
         return await _read_form(request)
-    accepted = ACCEPTED if form else "application/json"
-    raise WrongMediaType("Content-Type", f"Content-Type={header[:80]!r}: must be {accepted}")
+    raise WrongMediaType("Content-Type", f"Content-Type={header[:80]!r}: must be {ACCEPTED}")
 
 
 def parse_json(data: bytes) -> dict[str, Any]:
@@ -94,7 +93,8 @@ async def _read_form(request: Request) -> Body:
     async with request.form(max_files=MAX_FILES, max_fields=MAX_FIELDS) as form:
         for name, value in form.multi_items():
             if isinstance(value, UploadFile):
-                uploads.setdefault(name, []).append(await value.read())
+                # OpenAI's clients write "image[]" where they send a list.
+                uploads.setdefault(name.removesuffix("[]"), []).append(await value.read())
             elif name in fields:
                 raise BadRequest(name, f"{name[:60]}: given more than once", code="duplicate_field")
             else:

@@ -33,28 +33,32 @@ CLIENT_CLOSED = 499
 
 
 class ImageRoutes:
-    """The endpoint under /v1/images."""
+    """The endpoints under /v1/images."""
 
     def __init__(self, service: DiffusionService, config: ServerConfig) -> None:
         self._service = service
         self._deadline = config.queue_timeout + config.run_timeout + GRACE_SECONDS
 
     def add_to(self, app: FastAPI) -> None:
-        """Add the route."""
-        app.add_api_route(
-            "/v1/images/generations",
-            self.generate,
-            methods=["POST"],
-            summary="Make images and wait for them",
-            response_model=Images,
-            responses=errors(400, 404, 409, 413, 415, 429, 500, 503, 504, 507),
-            dependencies=STRICT,
-            tags=["images"],
-        )
+        """Add the routes. An edit is a generation that starts from a picture: the model says whether it takes one."""
+        for path, summary in (
+            ("/v1/images/generations", "Make images and wait for them"),
+            ("/v1/images/edits", "Make images from a picture and wait for them"),
+        ):
+            app.add_api_route(
+                path,
+                self.generate,
+                methods=["POST"],
+                summary=summary,
+                response_model=Images,
+                responses=errors(400, 404, 409, 413, 415, 429, 500, 503, 504, 507),
+                dependencies=STRICT,
+                tags=["images"],
+            )
 
     async def generate(self, request: Request) -> Response:
         """Make ``n`` images of one prompt."""
-        body = await read_body(request, form=False)
+        body = await read_body(request)
         schema = need_schema(self._service)
         order = await to_thread.run_sync(read_order, schema, body, "image")
         check_handoff(schema, order.params, self._service.smallest_pool())

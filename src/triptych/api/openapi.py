@@ -26,20 +26,22 @@ def describe(app: FastAPI, schema: RequestSchema | None) -> dict[str, Any]:
     schemas = document["components"]["schemas"]
     for name in ("HTTPValidationError", "ValidationError"):
         schemas.pop(name, None)
-    _set_body(document, "/v1/videos", schema, "video", form=True)
-    _set_body(document, "/v1/images/generations", schema, "image", form=False)
+    _set_body(document, "/v1/videos", schema, "video")
+    for path in ("/v1/images/generations", "/v1/images/edits"):
+        _set_body(document, path, schema, "image")
     for path in ("/v1/videos/{video_id}/content", "/v1/files/{name}"):
         _set_media(document["paths"][path]["get"])
     return document
 
 
-def _set_body(document: dict[str, Any], path: str, schema: RequestSchema | None, output: Output, *, form: bool) -> None:
-    name = f"{output.capitalize()}Request"
-    document["components"]["schemas"][name] = request_body(schema, output)
-    reference = {"schema": {"$ref": f"#/components/schemas/{name}"}}
-    content = {"application/json": reference}
-    if form:
-        content["multipart/form-data"] = reference
+def _set_body(document: dict[str, Any], path: str, schema: RequestSchema | None, output: Output) -> None:
+    content: dict[str, Any] = {}
+    for kind, form in (("application/json", False), ("multipart/form-data", True)):
+        body = request_body(schema, output, form=form)
+        if body is not None:
+            name = f"{output.capitalize()}{'Form' if form else 'Request'}"
+            document["components"]["schemas"][name] = body
+            content[kind] = {"schema": {"$ref": f"#/components/schemas/{name}"}}
     document["paths"][path]["post"]["requestBody"] = {"required": True, "content": content}
 
 
@@ -48,40 +50,48 @@ def _set_media(operation: dict[str, Any]) -> None:
     media = dict.fromkeys(("video/mp4", "image/png", "image/jpeg", "image/webp"), binary)
     operation["responses"]["200"] = {"description": "The whole file.", "content": media}
     part = {**media, "multipart/byteranges": binary}
-    operation["responses"]["206"] = {"description": "The byte ranges that were asked for.", "content": part}
-    operation.setdefault("parameters", []).append(
-        {"name": "Range", "in": "header", "required": False, "schema": {"type": "string"}, "example": "bytes=0-1023"}
-    )
+    operation["responses"]["206"] = {"description": "The byte ranges that the Range header named.", "content": part}
 
 
-def request_body(schema: RequestSchema | None, output: Output) -> dict[str, Any]:
-    """JSON Schema of a request for ``output``."""
+def request_body(schema: RequestSchema | None, output: Output, *, form: bool) -> dict[str, Any] | None:
+    """JSON Schema of a request for ``output``; None when it cannot be sent that way, because it must carry a file."""
     if schema is None:
         return {"type": "object", "description": "No model is known yet.", "required": ["prompt"]}
     params = accepted(schema, output)
-    properties = {name: _property(param) for name, param in params.items()}
+    pictures = {name for name, param in params.items() if param.type in ("image", "images")}
+    if not form and any(params[name].required for name in pictures):
+        return None
+    properties = {name: _property(param) for name, param in params.items() if name not in pictures}
+    properties |= _spoken(schema, output, params)
+    exclusive = [["size", "width"], ["size", "height"], ["seconds", "num_frames"]]
+    required = sorted(name for name, param in params.items() if param.required and name not in pictures)
+    body: dict[str, Any] = {"type": "object", "required": required, "additionalProperties": False}
+    if form:
+        for name in pictures:
+            properties[name] = _property(params[name])
+            exclusive.append(["input_reference", name])
+            if params[name].required:
+                body["anyOf"] = [{"required": ["input_reference"]}, {"required": [name]}]
+        if pictures:
+            properties["input_reference"] = {"type": "string", "format": "binary"}
+    else:
+        # A form has no way to say null.
+        properties = {name: found if name in required else _nullable(found) for name, found in properties.items()}
+    pairs = [{"required": pair} for pair in exclusive if set(pair) <= properties.keys()]
+    return body | {"properties": properties} | ({"not": {"anyOf": pairs}} if pairs else {})
+
+
+def _spoken(schema: RequestSchema, output: Output, params: dict[str, Param]) -> dict[str, Any]:
+    """The fields that go by OpenAI's names."""
     names = spoken(schema, output)
-    properties["model"] = _nullable({"type": "string", "enum": list(model_names(schema))})
-    exclusive: list[list[str]] = []
+    found: dict[str, Any] = {"model": {"type": "string", "enum": list(model_names(schema))}}
     if "size" in names:
-        properties["size"] = _nullable({"type": "string", "pattern": _size_pattern(params), "example": "832x480"})
-        exclusive += [["size", "width"], ["size", "height"]]
+        found["size"] = {"type": "string", "pattern": _size_pattern(params), "example": "832x480"}
     if "seconds" in names:
-        properties["seconds"] = _nullable(_seconds(params))
-        exclusive.append(["seconds", "num_frames"])
-    if "input_reference" in names:
-        properties["input_reference"] = {"type": "string", "format": "binary"}
+        found["seconds"] = _seconds(params)
     if "response_format" in names:
-        properties["response_format"] = _nullable({"type": "string", "enum": list(RESPONSE_FORMATS)})
-    body: dict[str, Any] = {
-        "type": "object",
-        "properties": properties,
-        "required": sorted(name for name, param in params.items() if param.required),
-        "additionalProperties": False,
-    }
-    if exclusive:
-        body["not"] = {"anyOf": [{"required": pair} for pair in exclusive]}
-    return body
+        found["response_format"] = {"type": "string", "enum": list(RESPONSE_FORMATS)}
+    return found
 
 
 def _property(param: Param) -> dict[str, Any]:
@@ -108,7 +118,7 @@ def _property(param: Param) -> dict[str, Any]:
         found["enum"] = values
     else:
         found |= _bounds(param)
-    return found if param.required else _nullable(found)
+    return found
 
 
 def _bounds(param: Param) -> dict[str, Any]:

@@ -7,6 +7,7 @@ from typing import Annotated, Literal
 
 from anyio import to_thread
 from fastapi import FastAPI, Query, Request, Response
+from pydantic import JsonValue
 from starlette.responses import FileResponse
 
 from triptych.api.body import read_body
@@ -21,6 +22,8 @@ from triptych.errors import NotFound
 from triptych.ids import RequestId
 from triptych.server.records import JobRecord
 from triptych.server.service import DiffusionService
+
+_ID: dict[str, JsonValue] = {"pattern": "^video_[0-9a-f]{32}$"}
 
 POLL_MILLISECONDS = "500"
 """What unfinished jobs advise OpenAI clients to wait before they look again."""
@@ -155,7 +158,7 @@ class Videos:
 
     async def create(self, request: Request) -> Video:
         """Start a job; the answer comes at once, the job's end is seen by looking at it."""
-        body = await read_body(request, form=True)
+        body = await read_body(request)
         schema = need_schema(self._service)
         order = await to_thread.run_sync(read_order, schema, body, "video")
         check_handoff(schema, order.params, self._service.smallest_pool())
@@ -167,7 +170,7 @@ class Videos:
     async def page(
         self,
         after: Annotated[
-            str | None, Query(max_length=100, description="Id of the last job of the page before.")
+            str | None, Query(description="Id of the last job of the page before.", json_schema_extra=_ID)
         ] = None,
         limit: Annotated[int, Query(ge=1, le=100)] = 20,
         order: Annotated[Literal["asc", "desc"], Query(description="By age; desc: newest first.")] = "desc",

@@ -118,17 +118,17 @@ class Pace:
     """Estimates when the last step comes from the steps seen so far."""
 
     def __init__(self) -> None:
-        self._attempt = -1
-        self._first: tuple[float, int] = (0.0, 0)
-        self._last_step = -1
+        self._first: tuple[float, int] | None = None
 
     def remaining(self, job: Job, now: float) -> float | None:
         """Seconds until the last step; None while no pace is known. ``now`` is on any steady clock."""
-        if job.attempt != self._attempt or job.step < self._last_step or self._last_step < 0:
-            self._attempt, self._first = job.attempt, (now, job.step)
-        self._last_step = job.step
+        if job.stage != "denoising_running":
+            self._first = None  # waiting says nothing of the pace, and another attempt may run elsewhere
+            return None
+        if self._first is None or job.step < self._first[1]:
+            self._first = (now, job.step)
         begun, first = self._first
-        if job.step <= first or not job.steps:
+        if job.step == first:
             return None
         return (now - begun) / (job.step - first) * (job.steps - job.step)
 

@@ -1,0 +1,210 @@
+"""A live server for the tests of the HTTP door and its client: real sockets and service, instances without a model."""
+
+from __future__ import annotations
+
+import asyncio
+import io
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import uvicorn
+import xxhash
+from PIL import Image
+
+from triptych.api.app import create_app
+from triptych.bench.noop import NoopInstance
+from triptych.client import Client
+from triptych.config import ServerConfig
+from triptych.core.events import Ended, Stepped
+from triptych.ids import ROLES, Role
+from triptych.launch.ports import free_ports, listen
+from triptych.server.service import DiffusionService
+from triptych.wire.messages import ErrorInfo, Finished, Lease, MediaFile, Outcome, StageFailed
+from triptych.wire.schema import Param, RequestSchema
+
+CLIP = bytes(range(256)) * 40
+"""What stands for the bytes of every video."""
+
+STEPS = 10
+
+
+def schema(*, with_count: bool) -> RequestSchema:
+    """What the painters say that they accept."""
+    count = (Param(name="n", type="integer", default=1, minimum=1, maximum=4),) if with_count else ()
+    return RequestSchema(
+        model="/models/painter",
+        pipeline="WanPipeline",
+        split="modular",
+        task="text-to-video",
+        output="video",
+        params=(
+            Param(name="prompt", type="string", required=True, max_length=1000),
+            Param(name="height", type="integer", default=64, minimum=16, maximum=256, multiple_of=16),
+            Param(name="width", type="integer", default=96, minimum=16, maximum=256, multiple_of=16),
+            Param(name="num_frames", type="integer", default=17, minimum=1, maximum=65, multiple_of=4, remainder=1),
+            Param(name="fps", type="integer", default=8, minimum=1, maximum=120),
+            Param(name="num_inference_steps", type="integer", default=STEPS, minimum=1, maximum=100),
+            Param(name="seed", type="integer", nullable=True, minimum=0, maximum=float(2**63 - 1)),
+            Param(name="image", type="image", nullable=True),
+            *count,
+            Param(name="output_format", type="string", nullable=True, choices=("mp4", "png", "jpeg", "webp")),
+        ),
+    )
+
+
+class Painter(NoopInstance):
+    """An instance whose stages obey the prompt: "fail" fails, "slow" stays in the denoiser until it is let go."""
+
+    def __init__(self, *, house: House, **options: Any) -> None:
+        super().__init__(**options)
+        self._house = house
+
+    def work(self, lease: Lease, params: dict[str, Any], blobs: tuple[bytes, ...]) -> Outcome | None:
+        """One stage."""
+        if lease.role is Role.ENCODER:
+            self._house.seen.append((params, blobs))
+        if lease.role is Role.DENOISER:
+            return self._denoise(lease, params["prompt"])
+        if lease.role is Role.DECODER:
+            return self._decode(lease, params)
+        return self.outcome(lease)
+
+    def _denoise(self, lease: Lease, prompt: str) -> Outcome | None:
+        if "fail" in prompt:
+            blame = "caller" if "caller" in prompt else "instance"
+            error = ErrorInfo(code="stage_failed", message="the paint is dry", blame=blame)
+            return StageFailed(instance=self.instance, epoch=self.epoch, server_epoch=None, lease=lease, error=error)
+        if "slow" in prompt:
+            self.post(Stepped(lease=lease, step=STEPS // 2, steps=STEPS))
+            self._house.held[lease] = self
+            return None
+        return self.outcome(lease)
+
+    def _decode(self, lease: Lease, params: dict[str, Any]) -> Finished:
+        kind = params["output_format"]
+        mime, suffix = ("video/mp4", ".mp4") if kind == "mp4" else (f"image/{kind}", f".{kind}")
+        contents = [CLIP if kind == "mp4" else paint(params, index) for index in range(params.get("n", 1))]
+        self._files[lease] = tuple(contents)
+        return Finished(
+            instance=self.instance,
+            epoch=self.epoch,
+            server_epoch=None,
+            lease=lease,
+            files=tuple(
+                MediaFile(
+                    blob=index,
+                    mime=mime,
+                    suffix=suffix,
+                    width=params["width"],
+                    height=params["height"],
+                    frames=params["num_frames"],
+                    fps=0 if kind != "mp4" else params["fps"],
+                    checksum=xxhash.xxh3_64_intdigest(data),
+                )
+                for index, data in enumerate(contents)
+            ),
+            compute_seconds=0.0,
+            encode_seconds=0.0,
+        )
+
+    def let_go(self, lease: Lease) -> None:
+        """Finish a held stage. Safe from any thread."""
+        self.post(Ended(outcome=self.outcome(lease)))
+
+
+def paint(params: dict[str, Any], index: int) -> bytes:
+    """A picture of one colour, which is the seed's."""
+    buffer = io.BytesIO()
+    colour = ((params["seed"] + index) % 256, 0, 0)
+    Image.new("RGB", (params["width"], params["height"]), colour).save(buffer, params["output_format"])
+    return buffer.getvalue()
+
+
+class House:
+    """A server on a free port and one painter for each role, each in a thread."""
+
+    def __init__(self, folder: Path, schema: RequestSchema) -> None:
+        self.folder = folder
+        self.seen: list[tuple[dict[str, Any], tuple[bytes, ...]]] = []
+        """Parameters and pictures of every encoder stage."""
+        self.held: dict[Lease, Painter] = {}
+        """Denoiser stages that wait to be let go."""
+        first, *_ = free_ports(5)
+        self.config = ServerConfig(port=first + 4, scheduler_port=first, output_dir=folder)
+        self.url = f"http://127.0.0.1:{first + 4}"
+        self._schema = schema
+        self._server: uvicorn.Server | None = None
+        self._up = threading.Event()
+        self._threads: list[threading.Thread] = []
+        self._painters: list[Painter] = []
+
+    def open(self) -> None:
+        """Return once the server is ready."""
+        self._start(lambda: asyncio.run(self._serve()))
+        assert self._up.wait(20)
+        for role, port in zip(ROLES, free_ports(3), strict=True):
+            painter = Painter(
+                house=self,
+                server_addr=f"tcp://127.0.0.1:{self.config.scheduler_port}",
+                work_url=f"tcp://127.0.0.1:{port}",
+                roles=(role,),
+                slots=4,
+                schema=self._schema,
+            )
+            self._painters.append(painter)
+            self._start(painter.run)
+        with Client(self.url) as client:
+            client.wait_ready(20)
+
+    def close(self) -> None:
+        """Stop everything."""
+        for painter in self._painters:
+            painter.stop()
+        for thread in self._threads[1:]:
+            thread.join(10)
+        assert self._server is not None
+        self._server.should_exit = True
+        self._threads[0].join(20)
+        assert not any(thread.is_alive() for thread in self._threads)
+
+    def _start(self, target: Any) -> None:
+        thread = threading.Thread(target=target)
+        thread.start()
+        self._threads.append(thread)
+
+    async def _serve(self) -> None:
+        door = listen("127.0.0.1", self.config.port, "--port")
+        service = DiffusionService(self.config)
+        app = create_app(service, self.config)
+        options = uvicorn.Config(app, log_config=None, access_log=False, lifespan="off", ws="none")
+        options.timeout_graceful_shutdown = 5
+        self._server = uvicorn.Server(options)
+        await service.start()
+        self._up.set()
+        try:
+            await self._server.serve(sockets=[door])
+        finally:
+            await service.close()
+            door.close()
+
+
+def _house(folder: Path, *, with_count: bool) -> Iterator[House]:
+    house = House(folder, schema(with_count=with_count))
+    house.open()
+    yield house
+    house.close()
+
+
+@pytest.fixture(scope="module")
+def house(tmp_path_factory: pytest.TempPathFactory) -> Iterator[House]:
+    """A live server whose pipeline makes several images of a prompt itself."""
+    yield from _house(tmp_path_factory.mktemp("media"), with_count=True)
+
+
+@pytest.fixture(scope="module")
+def single_house(tmp_path_factory: pytest.TempPathFactory) -> Iterator[House]:
+    """A live server whose pipeline makes one image at a time."""
+    yield from _house(tmp_path_factory.mktemp("media"), with_count=False)

@@ -1,0 +1,143 @@
+"""The official `openai` client against a live server: what its types promise is what comes."""
+
+from __future__ import annotations
+
+import base64
+import io
+from collections.abc import Iterator
+from typing import Any
+
+import httpx
+import openai
+import pytest
+from PIL import Image
+
+pytestmark = pytest.mark.filterwarnings("ignore:The Sora API is scheduled:DeprecationWarning")
+
+
+@pytest.fixture
+def sdk(house: Any) -> Iterator[openai.OpenAI]:
+    with openai.OpenAI(base_url=f"{house.url}/v1", api_key="none", max_retries=0) as client:
+        yield client
+
+
+def test_a_video_from_prompt_to_file(sdk: openai.OpenAI, house: Any) -> None:
+    video = sdk.videos.create_and_poll(prompt="a cat", model="painter", seconds="4", size="128x64")  # type: ignore[arg-type]
+    assert video.status == "completed"
+    assert (video.object, video.progress, video.error) == ("video", 100, None)
+    assert (video.model, video.prompt, video.size, video.seconds) == ("painter", "a cat", "128x64", "4")
+    assert video.completed_at is not None
+    assert video.created_at <= video.completed_at
+    params, _ = house.seen[-1]
+    assert (params["width"], params["height"]) == (128, 64)
+    assert params["num_frames"] == 33  # the legal number nearest to 4 seconds at 8 frames a second
+    assert params["output_format"] == "mp4"
+    content = sdk.videos.download_content(video.id)
+    assert content.response.headers["content-type"] == "video/mp4"
+    assert content.read() == bytes(range(256)) * 40
+    assert sdk.videos.retrieve(video.id) == video
+
+
+def test_create_answers_before_the_job_is_done(sdk: openai.OpenAI, house: Any) -> None:
+    video = sdk.videos.create(prompt="slow", extra_body={"num_inference_steps": 5})
+    assert video.status == "queued"
+    assert video.progress == 0
+    with pytest.raises(openai.ConflictError, match="its content comes with status completed"):
+        sdk.videos.download_content(video.id)
+    deleted = sdk.videos.delete(video.id)
+    assert (deleted.id, deleted.deleted, deleted.object) == (video.id, True, "video.deleted")
+    with pytest.raises(openai.NotFoundError):
+        sdk.videos.retrieve(video.id)
+
+
+def test_a_failed_job_says_why(sdk: openai.OpenAI) -> None:
+    video = sdk.videos.create_and_poll(prompt="fail")
+    assert video.status == "failed"
+    assert video.error is not None
+    assert video.error.code == "stage_failed"
+    assert "the paint is dry" in video.error.message
+    with pytest.raises(openai.NotFoundError, match="the paint is dry"):
+        sdk.videos.download_content(video.id)
+
+
+def test_a_reference_picture_reaches_the_encoder(sdk: openai.OpenAI, house: Any) -> None:
+    buffer = io.BytesIO()
+    Image.new("RGB", (8, 8)).save(buffer, "PNG")
+    video = sdk.videos.create_and_poll(prompt="a cat", input_reference=("../../cat.png", buffer.getvalue()))
+    assert video.status == "completed"
+    params, blobs = house.seen[-1]
+    assert params["image"] == {"blob": 0}
+    assert blobs == (buffer.getvalue(),)
+
+
+def test_listing_walks_all_pages_once(sdk: openai.OpenAI) -> None:
+    made = [sdk.videos.create_and_poll(prompt=f"cat {i}", poll_interval_ms=20).id for i in range(5)]
+    first = sdk.videos.list(limit=2)
+    assert [v.id for v in first.data] == made[:-3:-1]
+    assert first.has_next_page()
+    everything = [video.id for video in sdk.videos.list(limit=2)]
+    assert everything[:5] == made[::-1]
+    assert len(everything) == len(set(everything))
+    oldest_first = [video.id for video in sdk.videos.list(limit=3, order="asc")]
+    assert oldest_first == everything[::-1]
+
+
+def test_images_come_as_bytes_or_by_address(sdk: openai.OpenAI, house: Any) -> None:
+    images = sdk.images.generate(
+        prompt="a cat", size="64x32", n=2, response_format="b64_json", output_format="webp", extra_body={"seed": 7}
+    )
+    assert images.data is not None
+    colours: list[Any] = []
+    for image in images.data:
+        assert image.b64_json is not None
+        picture = Image.open(io.BytesIO(base64.b64decode(image.b64_json)))
+        assert (picture.format, picture.size) == ("WEBP", (64, 32))
+        colours.append(picture.getpixel((0, 0)))
+    assert colours[0] != colours[1]
+    assert images.output_format == "webp"
+    assert list(house.folder.glob("image_*")) == []  # bytes that were handed over are not kept
+    linked = sdk.images.generate(prompt="a cat", model="/models/painter", response_format="url")
+    assert linked.data is not None
+    assert linked.data[0].url is not None
+    fetched = httpx.get(linked.data[0].url)
+    assert fetched.headers["content-type"] == "image/png"
+    assert Image.open(io.BytesIO(fetched.content)).size == (96, 64)
+    assert house.seen[-1][0]["num_frames"] == 1
+
+
+def test_an_edit_starts_from_the_picture(sdk: openai.OpenAI, house: Any) -> None:
+    buffer = io.BytesIO()
+    Image.new("RGB", (8, 8)).save(buffer, "PNG")
+    for image in (("a.png", buffer.getvalue()), [("a.png", buffer.getvalue())]):
+        edited = sdk.images.edit(prompt="a cat", image=image, response_format="b64_json")
+        assert edited.data is not None
+        assert edited.data[0].b64_json is not None
+        assert house.seen[-1][1] == (buffer.getvalue(),)
+
+
+def test_a_pipeline_of_single_images_gets_one_job_for_each(single_house: Any) -> None:
+    with openai.OpenAI(base_url=f"{single_house.url}/v1", api_key="none", max_retries=0) as sdk:
+        images = sdk.images.generate(prompt="a cat", n=3, response_format="url", extra_body={"seed": 7})
+        assert images.data is not None
+        assert len({image.url for image in images.data}) == 3
+        assert sorted(params["seed"] for params, _ in single_house.seen) == [7, 8, 9]
+        with pytest.raises(openai.InternalServerError, match="the paint is dry"):
+            sdk.images.generate(prompt="fail", n=3)
+        with pytest.raises(openai.BadRequestError, match="the paint is dry"):
+            sdk.images.generate(prompt="fail: caller", n=3)
+
+
+def test_models_are_named_with_their_parameters(sdk: openai.OpenAI) -> None:
+    models = sdk.models.list().data
+    assert [m.id for m in models] == ["/models/painter"]
+    assert sdk.models.retrieve("painter") == models[0]
+    names = [param["name"] for param in models[0].model_dump()["parameters"]]
+    assert "num_inference_steps" in names
+
+
+def test_a_refusal_reaches_the_caller_with_the_field(sdk: openai.OpenAI) -> None:
+    with pytest.raises(openai.BadRequestError) as caught:
+        sdk.videos.create(prompt="a cat", size="100x100")  # type: ignore[arg-type]
+    assert caught.value.param == "size"
+    assert "96 and 112" in caught.value.message
+    assert caught.value.request_id

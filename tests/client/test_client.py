@@ -1,0 +1,183 @@
+"""The client against a live server: progress, files, deadlines, and failures in the server's own words."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from triptych.client import (
+    AsyncClient,
+    Client,
+    ClientTimeout,
+    JobFailed,
+    Progress,
+    RequestRefused,
+    ServerUnreachable,
+)
+from triptych.launch.ports import free_ports
+
+CLIP = bytes(range(256)) * 40
+
+
+@pytest.fixture
+def client(house: Any) -> Iterator[Client]:
+    with Client(house.url) as client:
+        yield client
+
+
+def release_when_held(house: Any) -> None:
+    """Let every held stage go, from the callback of a wait."""
+    for lease in list(house.held):
+        house.held.pop(lease).let_go(lease)
+
+
+def test_generate_gives_the_file_and_its_story(client: Client) -> None:
+    seen: list[Progress] = []
+    result = client.generate("a cat", seed=3, num_frames=9, on_progress=seen.append)
+    assert result.read() == CLIP
+    assert result.media_type == "video/mp4"
+    assert result.seed == 3
+    assert [timing["role"] for timing in result.timings] == ["encoder", "denoiser", "decoder"]
+    assert seen[-1].stage == "done"
+    assert seen[-1].percent == 100
+
+
+def test_progress_tells_steps_and_an_estimate(client: Client, house: Any) -> None:
+    seen: list[Progress] = []
+
+    def watch(progress: Progress) -> None:
+        seen.append(progress)
+        if progress.step:
+            release_when_held(house)
+
+    client.generate("slow", on_progress=watch)
+    stepped = [p for p in seen if p.step == 5]
+    assert stepped
+    assert stepped[0].steps == 10
+    assert stepped[0].stage == "denoising_running"
+    estimated = [p.eta_seconds for p in seen if p.eta_seconds is not None]
+    assert all(eta >= 0 for eta in estimated)
+
+
+def test_generate_streams_into_a_file_and_leaves_no_part(client: Client, tmp_path: Path) -> None:
+    target = tmp_path / "cat.mp4"
+    result = client.generate("a cat", path=target)
+    assert result.path == target
+    assert result.data is None
+    assert result.read() == CLIP
+    assert list(tmp_path.iterdir()) == [target]
+
+
+def test_a_timeout_stops_the_job_on_the_server(client: Client, house: Any) -> None:
+    before = {job.id for job in client.list(limit=100)}
+    with pytest.raises(ClientTimeout, match=r"0\.5 seconds"):
+        client.generate("slow", timeout=0.5)
+    assert {job.id for job in client.list(limit=100)} == before
+    house.held.clear()
+
+
+def test_an_interrupt_stops_the_job_on_the_server(client: Client, house: Any) -> None:
+    def interrupt(progress: Progress) -> None:
+        raise KeyboardInterrupt
+
+    before = {job.id for job in client.list(limit=100)}
+    with pytest.raises(KeyboardInterrupt):
+        client.generate("slow", on_progress=interrupt)
+    assert {job.id for job in client.list(limit=100)} == before
+    house.held.clear()
+
+
+def test_a_failed_job_raises_the_servers_reason(client: Client) -> None:
+    with pytest.raises(JobFailed, match="the paint is dry") as caught:
+        client.generate("fail")
+    assert client.retrieve(caught.value.job.id).status == "failed"
+
+
+def test_a_refusal_names_the_field(client: Client) -> None:
+    with pytest.raises(RequestRefused, match="did you mean 'num_inference_steps'") as caught:
+        client.generate("a cat", num_inference_step=3)
+    assert (caught.value.http_status, caught.value.param) == (400, "num_inference_step")
+
+
+def test_a_server_that_is_not_there_is_named() -> None:
+    (port,) = free_ports(1)
+    with Client(f"http://127.0.0.1:{port}") as client:
+        with pytest.raises(ServerUnreachable, match=str(port)):
+            client.server_info()
+        with pytest.raises(ClientTimeout, match="not ready within"):
+            client.wait_ready(0.3)
+
+
+def test_a_server_of_another_kind_is_named(house: Any) -> None:
+    with Client(f"{house.url}/v1/") as client, pytest.raises(RequestRefused, match="there is nothing here"):
+        client.server_info()
+
+
+def test_a_silent_server_costs_no_more_than_the_deadline() -> None:
+    from triptych.launch.ports import listen
+
+    (port,) = free_ports(1)
+    with (
+        listen("127.0.0.1", port, "--port"),
+        Client(f"http://127.0.0.1:{port}") as client,
+        pytest.raises(ClientTimeout, match=r"no answer within 0\.3 seconds"),
+    ):
+        client.generate_images("a cat", timeout=0.3)
+
+
+def test_the_parts_of_generate_can_be_called_alone(client: Client, tmp_path: Path) -> None:
+    job = client.create("a cat", size="64x64")
+    done = client.wait(job.id)
+    assert done.status == "completed"
+    assert client.download(job.id) == CLIP
+    assert client.download(job.id, tmp_path / "a.mp4") is None
+    assert client.list(limit=1)[0].id == job.id
+    client.delete(job.id)
+    with pytest.raises(RequestRefused, match="no job has the id"):
+        client.retrieve(job.id)
+
+
+def test_images_come_in_order_of_their_seeds(client: Client) -> None:
+    images = client.generate_images("a cat", n=2, seed=7, output_format="png")
+    assert [image.seed for image in images] == [7, 8]
+    assert all(image.read().startswith(b"\x89PNG") for image in images)
+    assert images[0].media_type == "image/png"
+
+
+def test_a_picture_travels_as_a_form(client: Client, house: Any) -> None:
+    picture = client.generate_images("a cat")[0].read()
+    client.generate("a cat", image=picture, num_frames=5)
+    params, blobs = house.seen[-1]
+    assert blobs == (picture,)
+    assert params["num_frames"] == 5
+
+
+def test_models_and_readiness_are_told(client: Client) -> None:
+    assert client.models()["data"][0]["id"] == "/models/painter"
+    assert client.readiness() == (True, [])
+
+
+async def test_the_async_client_does_the_same(house: Any) -> None:
+    async with AsyncClient(house.url) as client:
+        results = await asyncio.gather(*(client.generate(f"cat {i}", seed=i) for i in range(3)))
+        assert [result.seed for result in results] == [0, 1, 2]
+        assert all(result.read() == CLIP for result in results)
+
+
+async def test_cancelling_the_task_stops_the_job_on_the_server(house: Any) -> None:
+    async with AsyncClient(house.url) as client:
+        started = threading.Event()
+        task = asyncio.ensure_future(client.generate("slow", on_progress=lambda _: started.set()))
+        while not started.is_set():
+            await asyncio.sleep(0.02)
+        task.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await task
+    with Client(house.url) as blocking:
+        assert all(job.ended for job in blocking.list(limit=100))
+    house.held.clear()
