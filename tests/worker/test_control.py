@@ -1,0 +1,226 @@
+"""The control loop between real sockets, a real pool and its threads' posts."""
+
+from __future__ import annotations
+
+import socket
+import threading
+import time
+from collections.abc import Iterator
+
+import pytest
+import torch
+
+from triptych.core.events import Ended, Stop, Usage
+from triptych.core.instance import InstanceMachine
+from triptych.errors import ConfigError
+from triptych.ids import ROLES, Epoch, InstanceId, RequestId, Role
+from triptych.pipeline.stage import RolePipeline
+from triptych.transport.control.instance import InstanceControl
+from triptych.transport.control.server import ServerControl
+from triptych.transport.data.local import LocalPlane
+from triptych.transport.data.protocol import Payload
+from triptych.wire.messages import (
+    PROTOCOL_VERSION,
+    Ack,
+    Cancel,
+    Fetched,
+    Finished,
+    FromInstance,
+    Goodbye,
+    Heartbeat,
+    Hello,
+    Lease,
+    MediaFile,
+    Release,
+    RunStage,
+    StageFailed,
+    Stopped,
+    ToInstance,
+    Welcome,
+)
+from triptych.wire.schema import RequestSchema
+from triptych.worker.control import ControlLoop
+from triptych.worker.crew import Crew
+from triptych.worker.jobs import Identity, MediaReady, ThreadDied
+from triptych.worker.threads import Mailbox
+
+WAIT = 30.0
+ME, LIFE, SERVER = InstanceId("i"), Epoch("e"), Epoch("server")
+SCHEMA = RequestSchema(model="m", pipeline="P", split="modular", task="text-to-video", output="video", params=())
+
+
+def free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port: int = probe.getsockname()[1]
+        return port
+
+
+def _server() -> tuple[ServerControl, int]:
+    """A server on four ports in a row; others may take one of them between the asking and the binding."""
+    while True:
+        port = free_port()
+        try:
+            return ServerControl("127.0.0.1", port), port
+        except ConfigError:
+            continue
+
+
+class Stand:
+    """A loop in a thread, with a server before it. Its compute thread takes no jobs: it never finishes loading."""
+
+    def __init__(self) -> None:
+        self.loading = threading.Event()
+        self.server, self.port = _server()
+        self.work_url = f"tcp://127.0.0.1:{(work_port := free_port())}"
+        self.control = InstanceControl(
+            bind_host="127.0.0.1", work_port=work_port, server_addr=f"tcp://127.0.0.1:{self.port}"
+        )
+        self.plane = LocalPlane(instance=ME, epoch=LIFE, pool_bytes=1 << 20)
+        self.mailbox = Mailbox()
+        self.mailbox.attach(self.control.wake)
+        identity = Identity(instance=ME, epoch=LIFE)
+        self.crew = Crew(
+            load=self._load, device="cpu", slots=2, max_running=1, plane=self.plane, identity=identity,
+            post=self.mailbox.post,
+        )  # fmt: skip
+        hello = Hello(
+            instance=ME, epoch=LIFE, server_epoch=None, protocol=PROTOCOL_VERSION, roles=ROLES, work_url=self.work_url,
+            host="h", slots=2, pool_bytes=1 << 20, planes=("local",), schema=SCHEMA, fingerprint="f", device="cpu",
+        )  # fmt: skip
+        self.loop = ControlLoop(
+            control=self.control, machine=InstanceMachine(hello), plane=self.plane, crew=self.crew,
+            mailbox=self.mailbox, identity=identity,
+            usage=lambda: Usage(pool_used=self.plane.used_bytes, resident_bytes=1, device_bytes=0),
+        )  # fmt: skip
+        self.exit_code: int | None = None
+        self.thread = threading.Thread(target=self._run, daemon=True)
+        self.crew.start()
+        self.thread.start()
+        assert isinstance(self.hear(Hello)[0], Hello)
+        urls = {role: f"tcp://127.0.0.1:{self.port + n}" for n, role in enumerate(ROLES, 1)}
+        self.server.send_member(ME, Welcome(server_epoch=SERVER, epoch=LIFE, result_urls=urls, heartbeat_interval=0.2))
+        self.server.flush()
+
+    def _load(self) -> RolePipeline:
+        self.loading.wait(WAIT)
+        raise AssertionError("this model is not there")
+
+    def _run(self) -> None:
+        self.exit_code = self.loop.run()
+
+    def work(self, message: ToInstance) -> None:
+        self.server.send_work(self.work_url, message)
+        self.server.flush()
+
+    def hear(self, kind: type[FromInstance]) -> tuple[FromInstance, tuple[bytes, ...]]:
+        """The next message of that kind, with its raw frames."""
+        deadline = time.monotonic() + WAIT
+        while time.monotonic() < deadline:
+            for inbound in self.server.receive():
+                if isinstance(inbound.message, kind):
+                    return inbound.message, inbound.blobs
+            time.sleep(0.002)
+        raise AssertionError(f"no {kind.__name__} came")
+
+    def end(self) -> int | None:
+        self.thread.join(WAIT)
+        assert not self.thread.is_alive()
+        self.control.close()
+        return self.exit_code
+
+
+@pytest.fixture
+def stand() -> Iterator[Stand]:
+    stand = Stand()
+    yield stand
+    stand.mailbox.post(Stop(reason="the test is over"))
+    stand.end()
+    stand.mailbox.attach(None)
+    stand.loading.set()
+    stand.crew.close(WAIT)
+    stand.plane.check_integrity()
+    stand.plane.close()
+    stand.server.close()
+
+
+def lease(role: Role, request: str = "r") -> Lease:
+    return Lease(RequestId(request), role, 1)
+
+
+def test_a_stop_is_told_to_the_server_and_ends_well(stand: Stand) -> None:
+    stand.mailbox.post(Stop(reason="SIGTERM"))
+    assert stand.end() == 0
+    message, _ = stand.hear(Goodbye)
+    assert isinstance(message, Goodbye)
+    assert message.reason == "SIGTERM"
+
+
+def test_a_dead_thread_is_told_to_the_server_and_ends_badly(stand: Stand) -> None:
+    stand.mailbox.post(ThreadDied(thread="media", reason="MemoryError: no room"))
+    assert stand.end() == 1
+    message, _ = stand.hear(Goodbye)
+    assert isinstance(message, Goodbye)
+    assert message.reason == "the media thread died: MemoryError: no room"
+
+
+def staged(stand: Stand, nbytes: int = 1000) -> RunStage:
+    manifest = stand.plane.stage(RequestId("r"), Payload(tree=b"", tensors=(torch.zeros(nbytes, dtype=torch.uint8),)))
+    return RunStage(
+        server_epoch=SERVER, epoch=LIFE, lease=lease(Role.DENOISER), params={}, inputs=(manifest,), budget_seconds=60
+    )
+
+
+def test_inputs_are_pulled_at_once_and_a_released_copy_frees_the_pool(stand: Stand) -> None:
+    message = staged(stand)
+    stand.work(message)
+    fetched, _ = stand.hear(Fetched)
+    assert isinstance(fetched, Fetched)
+    assert (fetched.lease, fetched.nbytes, fetched.plane) == (message.lease, message.inputs[0].nbytes, "local")
+    stand.work(Release(server_epoch=SERVER, epoch=LIFE, copies=(message.inputs[0].copy,)))
+    deadline = time.monotonic() + WAIT
+    while stand.plane.used_bytes:
+        assert time.monotonic() < deadline
+
+
+def test_an_input_that_is_gone_is_reported_by_name(stand: Stand) -> None:
+    message = staged(stand)
+    stand.plane.release([message.inputs[0].copy])
+    stand.work(message)
+    failed, _ = stand.hear(StageFailed)
+    assert isinstance(failed, StageFailed)
+    assert failed.lost_copies == (message.inputs[0].copy,)
+
+
+def test_cancelling_what_was_never_begun_is_answered(stand: Stand) -> None:
+    stand.work(Cancel(server_epoch=SERVER, epoch=LIFE, lease=lease(Role.DECODER)))
+    stopped, _ = stand.hear(Stopped)
+    assert isinstance(stopped, Stopped)
+    assert stopped.lease == lease(Role.DECODER)
+
+
+def test_a_file_is_sent_again_until_the_server_has_stored_it(stand: Stand) -> None:
+    run = RunStage(server_epoch=SERVER, epoch=LIFE, lease=lease(Role.DECODER), params={}, inputs=(), budget_seconds=60)
+    stand.work(run)
+    while run.lease not in stand.hear(Heartbeat)[0].leases:
+        pass  # the machine knows the lease once a heartbeat lists it
+    file = MediaFile(blob=0, mime="image/png", suffix=".png", width=1, height=1, frames=1, fps=0, checksum=5)
+    outcome = Finished(
+        instance=ME, epoch=LIFE, server_epoch=None, lease=run.lease, files=(file,), compute_seconds=1, encode_seconds=1
+    )
+    stand.mailbox.post(MediaReady(outcome=outcome, files=(b"picture",)))
+    for _ in range(2):
+        message, blobs = stand.hear(Finished)
+        assert isinstance(message, Finished)
+        assert (message.lease, message.files, blobs) == (run.lease, (file,), (b"picture",))
+    stand.work(Ack(server_epoch=SERVER, epoch=LIFE, leases=(run.lease,)))
+    deadline = time.monotonic() + WAIT
+    while stand.loop._files:
+        assert time.monotonic() < deadline
+
+
+def test_an_outcome_of_a_lease_that_is_over_is_harmless(stand: Stand) -> None:
+    outcome = Stopped(instance=ME, epoch=LIFE, server_epoch=None, lease=lease(Role.ENCODER, "unknown"))
+    stand.mailbox.post(Ended(outcome=outcome))
+    stand.work(Cancel(server_epoch=SERVER, epoch=LIFE, lease=lease(Role.DECODER)))
+    stand.hear(Stopped)
