@@ -147,11 +147,10 @@ class Job:
         """The earliest stage that is not done; call `settle` before."""
         return next(role for role in ROLES if role not in self.outputs)
 
-    def charge(self, grant: Grant, reason: str) -> int:
-        """Book a failed attempt; returns how often the stage has failed."""
-        role = grant.lease.role
-        self.faults.append(Fault(role=role, attempt=grant.lease.attempt, instance=grant.instance, reason=reason))
-        self.avoid.add(grant.instance)
+    def charge(self, role: Role, instance: InstanceId, reason: str) -> int:
+        """Book a failure of the present attempt; returns how often the stage of ``role`` has failed."""
+        self.faults.append(Fault(role=role, attempt=self.attempt, instance=instance, reason=reason))
+        self.avoid.add(instance)
         return sum(fault.role is role for fault in self.faults)
 
     def view(self, now: float, position: int | None, error: ErrorInfo | None = None) -> JobView:

@@ -111,34 +111,44 @@ class Ledger:
     def requeue(self, job: Job, grant: Grant, reason: str, *, charged: bool) -> None:
         """Go back after a lost or failed attempt; a stage that was charged too often fails the request."""
         job.grant = grant.job = None
-        if charged and job.charge(grant, reason) >= self.config.max_attempts:
-            role = grant.lease.role
-            evidence = [str(fault) for fault in job.faults if fault.role is role]
-            message = f"the {role} stage failed {len(evidence)} times: {'; '.join(evidence)}"
-            self.end(job, JobState.FAILED, ErrorInfo(code="attempts_exhausted", message=message, blame="instance"))
+        if charged and self.exhausted(job, grant.lease.role, grant.instance, reason):
             return
         self.count("requeued", f"{grant.lease.role}: {reason}", grant.instance, job.request)
         self.line_up(job)
 
-    def recheck(self, job: Job) -> None:
-        """Go back if a copy that has just been lost is needed and cannot have been pulled yet.
+    def exhausted(self, job: Job, role: Role, instance: InstanceId, reason: str) -> bool:
+        """Charge a stage with a failed attempt; whether that was the last one, which fails the request."""
+        if job.charge(role, instance, reason) < self.config.max_attempts:
+            return False
+        evidence = [str(fault) for fault in job.faults if fault.role is role]
+        message = f"the {role} stage failed {len(evidence)} times: {'; '.join(evidence)}"
+        self.end(job, JobState.FAILED, ErrorInfo(code="attempts_exhausted", message=message, blame="instance"))
+        return True
 
-        A stage that has its inputs goes on; what a later stage misses is found when this one is done.
+    def recheck(self, job: Job, lost: Copy, reason: str, *, charged: bool) -> None:
+        """Go back if ``lost``, or another copy lost with it, is needed and cannot have been pulled yet.
+
+        A stage that has its inputs goes on; what a later stage misses is found when this one is done. ``charged``: it
+        counts as a failure of the stage that made the copy.
         """
         grant = job.grant
         if job.queued:
-            useless = job.settle()
-            if job.next_role() is not job.role:
-                self.queues[job.role].remove(job)
-                self.count("requeued", f"{job.role}: input lost while waiting", None, job.request)
-                self.release(useless)
-                self.line_up(job)
+            self.release(job.settle())
+            if job.next_role() is job.role or (
+                charged and self.exhausted(job, lost.producer, lost.instance, f"output {reason}")
+            ):
+                return
+            self.queues[job.role].remove(job)
+            self.count("requeued", f"{job.role}: input {reason}", lost.instance, job.request)
+            self.line_up(job)
         elif grant is not None and not grant.fetched and grant.started is None and not job.storing:
             role = grant.lease.role
             needed = (copy for made in job.outputs.values() for copy, consumer in made if consumer is role)
             if any(copy not in job.copies for copy in needed):
+                if charged and self.exhausted(job, lost.producer, lost.instance, f"output {reason}"):
+                    return
                 self.revoke(grant)
-                self.requeue(job, grant, "input lost before it was pulled", charged=False)
+                self.requeue(job, grant, f"input {reason}", charged=False)
 
     def end(self, job: Job, state: JobState, error: ErrorInfo | None = None) -> None:
         """Leave for good: free everything everywhere and show the terminal state."""
@@ -223,14 +233,17 @@ class Ledger:
         self.refresh(member)
 
     def lose_copies(self, copies: Iterable[Copy], reason: str) -> None:
-        """Copies are gone from a member that lives: who has yet to read them goes back."""
-        jobs: dict[RequestId, Job] = {}
+        """Copies are gone from a member that lives: who has yet to read them goes back.
+
+        The stage that made them is charged: a pool too small for them would drop them for ever.
+        """
+        lost: dict[RequestId, Copy] = {}
         for copy in copies:
             self.strike(copy)
-            jobs[copy.job.request] = copy.job
+            lost[copy.job.request] = copy
             self.count("copy_lost", f"{copy.manifest.copy}: {reason}", copy.instance, copy.job.request)
-        for job in jobs.values():
-            self.recheck(job)
+        for copy in lost.values():
+            self.recheck(copy.job, copy, reason, charged=True)
 
     # -- instances ----------------------------------------------------------------------------------------------
 
@@ -269,10 +282,10 @@ class Ledger:
         self.member_deadlines.discard(member.id)
         self.out.append(Disconnect(instance=member.id, work_url=member.hello.work_url))
         self.count("instance_lost", reason, member.id)
-        readers: dict[RequestId, Job] = {}
+        lost: dict[RequestId, Copy] = {}
         for copy in member.copies.values():
             del copy.job.copies[copy.manifest.copy]
-            readers[copy.job.request] = copy.job
+            lost[copy.job.request] = copy
         grants = [grant for grant in member.grants.values() if grant.job is not None]
         any_started = any(grant.started is not None for grant in grants)
         for grant in grants:
@@ -283,6 +296,6 @@ class Ledger:
             else:
                 charged = crashed and (grant.started is not None or not any_started)
                 self.requeue(job, grant, f"instance lost: {reason}", charged=charged)
-        for job in readers.values():
-            if self.jobs.get(job.request) is job:
-                self.recheck(job)
+        for copy in lost.values():
+            if self.jobs.get(copy.job.request) is copy.job:
+                self.recheck(copy.job, copy, f"lost with its instance: {reason}", charged=False)

@@ -1,0 +1,88 @@
+"""What one simulation is made of: the cluster, its work, and how much goes wrong."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from random import Random
+
+from triptych.config import DispatchPolicy
+from triptych.ids import Role
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Plan:
+    """Times are virtual seconds; the chances are per message, per pull, per stage or per store."""
+
+    roles: tuple[tuple[Role, ...], ...] = ((Role.ENCODER,), (Role.DENOISER,), (Role.DECODER,))
+    """The role set of each instance."""
+    slots: int = 2
+    pool_bytes: int = 1000
+    copy_bytes: int = 100
+    """Size of each staged copy; pools drop the oldest when they are full."""
+    policy: DispatchPolicy = "round_robin"
+    encoder_feeds_decoder: bool = False
+    """The decoder also reads what the encoder made."""
+
+    jobs: int = 6
+    arrivals: float = 4.0
+    """Requests arrive during the first so many seconds."""
+    queue_timeout: float = 600.0
+    run_timeout: float = 600.0
+    impatient: float = 0.0
+    """Chance that a request has timeouts of a second or two."""
+    cancels: float = 0.0
+    steps: int = 4
+    step_seconds: float = 0.1
+    stage_seconds: float = 0.1
+    """Of an encoder or decoder stage."""
+
+    latency: float = 0.002
+    jitter: float = 0.0
+    """Up to so many seconds more, which lets messages of one link overtake each other."""
+    drop: float = 0.0
+    duplicate: float = 0.0
+    pull_failure: float = 0.0
+    stage_failure: float = 0.0
+    hopeless: float = 0.0
+    """Chance that a stage fails for good."""
+    store_failure: float = 0.0
+    crashes: int = 0
+    freezes: int = 0
+    departures: int = 0
+    """Instances that say goodbye and come back as another life."""
+    server_restarts: int = 0
+    calm_at: float = 8.0
+    """When things stop going wrong, so that everything must come to rest."""
+
+    @staticmethod
+    def drawn(random: Random) -> Plan:
+        """A cluster of a few instances and a mix of faults, some of them absent."""
+
+        def sometimes(chance: float, high: float) -> float:
+            return random.random() * high if random.random() < chance else 0.0
+
+        fixed = [(role,) for role in Role for _ in range(random.choice((1, 1, 2)))]
+        universal = [tuple(Role)] * random.choice((0, 0, 1, 2))
+        pairs = [(Role.ENCODER, Role.DECODER)] * random.choice((0, 0, 1))
+        roles = tuple(universal if universal and random.random() < 0.4 else fixed + universal + pairs)
+        return Plan(
+            roles=roles,
+            slots=random.choice((1, 2, 2, 4)),
+            pool_bytes=random.choice((150, 300, 1000)),
+            policy=random.choice(("round_robin", "max_free_slots")),
+            encoder_feeds_decoder=random.random() < 0.5,
+            jobs=random.randint(1, 9),
+            impatient=sometimes(0.3, 0.4),
+            cancels=sometimes(0.5, 0.5),
+            jitter=sometimes(0.7, random.choice((0.01, 0.3, 1.5))),
+            drop=sometimes(0.6, 0.2),
+            duplicate=sometimes(0.6, 0.3),
+            pull_failure=sometimes(0.4, 0.3),
+            stage_failure=sometimes(0.4, 0.3),
+            hopeless=sometimes(0.2, 0.1),
+            store_failure=sometimes(0.2, 0.2),
+            crashes=random.choice((0, 0, 1, 2, 4)),
+            freezes=random.choice((0, 0, 1, 2)),
+            departures=random.choice((0, 0, 0, 1)),
+            server_restarts=random.choice((0, 0, 0, 1, 2)),
+        )
