@@ -54,30 +54,40 @@ def umt5(tokenizer: T5Tokenizer) -> UMT5EncoderModel:
 
 
 def wan_transformer(**changes: Any) -> WanTransformer3DModel:
-    config = dict(
-        patch_size=(1, 2, 2), num_attention_heads=4, attention_head_dim=12, in_channels=16, out_channels=16,
-        text_dim=32, freq_dim=64, ffn_dim=64, num_layers=2, cross_attn_norm=True, qk_norm="rms_norm_across_heads",
-        rope_max_seq_len=32,
-    )  # fmt: skip
+    config = {
+        "patch_size": (1, 2, 2), "num_attention_heads": 4, "attention_head_dim": 12, "in_channels": 16,
+        "out_channels": 16, "text_dim": 32, "freq_dim": 64, "ffn_dim": 64, "num_layers": 2, "cross_attn_norm": True,
+        "qk_norm": "rms_norm_across_heads", "rope_max_seq_len": 32,
+    }  # fmt: skip
     return seeded(WanTransformer3DModel, **(config | changes))
 
 
 def wan_parts() -> dict[str, Any]:
     tokenizer = t5_tokenizer()
-    return dict(
-        tokenizer=tokenizer,
-        text_encoder=umt5(tokenizer),
-        vae=seeded(
+    return {
+        "tokenizer": tokenizer,
+        "text_encoder": umt5(tokenizer),
+        "vae": seeded(
             AutoencoderKLWan,
             base_dim=4, z_dim=16, dim_mult=[1, 1, 1, 1], num_res_blocks=1, temperal_downsample=[False, True, True],
         ),
-        scheduler=UniPCMultistepScheduler(prediction_type="flow_prediction", use_flow_sigmas=True, flow_shift=3.0),
-    )  # fmt: skip
+        "scheduler": UniPCMultistepScheduler(prediction_type="flow_prediction", use_flow_sigmas=True, flow_shift=3.0),
+    }  # fmt: skip
 
 
 def wan_t2v(folder: Path) -> None:
     """Wan2.1 text-to-video."""
     WanPipeline(**wan_parts(), transformer=wan_transformer()).save_pretrained(folder)
+
+
+def wan22_t2v(folder: Path) -> None:
+    """Wan2.2 text-to-video: two transformers, the first for the noisy steps."""
+    WanPipeline(
+        **wan_parts(),
+        transformer=wan_transformer(),
+        transformer_2=wan_transformer(ffn_dim=48),
+        boundary_ratio=0.875,
+    ).save_pretrained(folder)
 
 
 # -- Qwen-Image -----------------------------------------------------------------------------------------------------
@@ -99,16 +109,16 @@ def qwen_tokenizer() -> Qwen2Tokenizer:
 def qwen_text_encoder(tokenizer: Qwen2Tokenizer) -> Qwen2_5_VLForConditionalGeneration:
     ids = {special: tokenizer.convert_tokens_to_ids(special) for special in QWEN_SPECIALS}
     config = Qwen2_5_VLConfig(
-        text_config=dict(
-            hidden_size=16, intermediate_size=32, num_hidden_layers=2, num_attention_heads=2, num_key_value_heads=2,
-            vocab_size=len(tokenizer) + 6, bos_token_id=ids["<|endoftext|>"], eos_token_id=ids["<|im_end|>"],
-            pad_token_id=ids["<|endoftext|>"],
-            rope_parameters={"mrope_section": [1, 1, 2], "rope_type": "default", "rope_theta": 1e6},
-        ),
-        vision_config=dict(
-            depth=2, hidden_size=16, intermediate_size=32, num_heads=2, out_hidden_size=16,
-            fullatt_block_indexes=[1], patch_size=14, window_size=112,
-        ),
+        text_config={
+            "hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2,
+            "num_key_value_heads": 2, "vocab_size": len(tokenizer) + 6, "bos_token_id": ids["<|endoftext|>"], "eos_token_id": ids["<|im_end|>"],
+            "pad_token_id": ids["<|endoftext|>"],
+            "rope_parameters": {"mrope_section": [1, 1, 2], "rope_type": "default", "rope_theta": 1e6},
+        },
+        vision_config={
+            "depth": 2, "hidden_size": 16, "intermediate_size": 32, "num_heads": 2, "out_hidden_size": 16,
+            "fullatt_block_indexes": [1], "patch_size": 14, "window_size": 112,
+        },
         vision_start_token_id=ids["<|vision_start|>"], vision_end_token_id=ids["<|vision_end|>"],
         vision_token_id=ids["<|vision_pad|>"], image_token_id=ids["<|image_pad|>"],
         video_token_id=ids["<|video_pad|>"],
@@ -143,5 +153,9 @@ def qwen_t2i(folder: Path) -> None:
     ).save_pretrained(folder)  # fmt: skip
 
 
-BUILDERS: dict[str, Callable[[Path], None]] = {"wan_t2v": wan_t2v, "qwen_t2i": qwen_t2i}
+BUILDERS: dict[str, Callable[[Path], None]] = {
+    "wan_t2v": wan_t2v,
+    "wan22_t2v": wan22_t2v,
+    "qwen_t2i": qwen_t2i,
+}
 """Family name -> what writes its checkpoint into a folder."""

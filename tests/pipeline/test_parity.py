@@ -32,12 +32,12 @@ def classic(folder: Path, dtype: torch.dtype = torch.float32) -> Any:
 
 @pytest.fixture(scope="module")
 def wan(checkpoint: Callable[[str], Path], tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Trio, Any]]:
-    yield Trio(checkpoint("wan_t2v"), tmp_path_factory.mktemp("wan")), classic(checkpoint("wan_t2v"))
+    return Trio(checkpoint("wan_t2v"), tmp_path_factory.mktemp("wan")), classic(checkpoint("wan_t2v"))
 
 
 @pytest.fixture(scope="module")
 def qwen(checkpoint: Callable[[str], Path], tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Trio, Any]]:
-    yield Trio(checkpoint("qwen_t2i"), tmp_path_factory.mktemp("qwen")), classic(checkpoint("qwen_t2i"))
+    return Trio(checkpoint("qwen_t2i"), tmp_path_factory.mktemp("qwen")), classic(checkpoint("qwen_t2i"))
 
 
 @pytest.mark.parametrize(

@@ -19,7 +19,8 @@ from triptych.pipeline.fingerprint import fingerprint
 from triptych.pipeline.modular import LoadedRole, ModularRolePipeline
 from triptych.pipeline.schema import build_schema, read_settings
 from triptych.pipeline.source import index_components, read_index, resolve_source
-from triptych.pipeline.standin import component_class, stand_in
+from triptych.pipeline.standin import stand_in
+from triptych.pipeline.weights import load_component
 
 
 def load_pipeline(model: ModelConfig, roles: tuple[Role, ...], device: str) -> ModularRolePipeline:
@@ -39,7 +40,10 @@ def load_pipeline(model: ModelConfig, roles: tuple[Role, ...], device: str) -> M
     folder = resolve_source(model.path, wanted)
     stand_ins = {name: stand_in(folder, name, *entry, dtype) for name, entry in present.items()}
     _put(whole, {name: value for name, value in stand_ins.items() if value is not None})
-    loaded = _load_components(whole, wanted, present, model.components, dtype, torch.device(device))
+    loaded = {
+        name: load_component(folder, name, present[name], model.components.get(name), dtype, torch.device(device))
+        for name in wanted
+    }
     family = family_of(type(whole).__name__)
     return ModularRolePipeline(
         loaded={role: _role_pipeline(role, whole, index, parts, loaded, stand_ins) for role in ROLES if role in roles},
@@ -70,7 +74,8 @@ def _whole_pipeline(folder: Path, index: dict[str, Any]) -> Any:
     from diffusers.modular_pipelines.modular_pipeline import MODULAR_PIPELINE_MAPPING
 
     classic = index["_class_name"]
-    counterpart = MODULAR_PIPELINE_MAPPING.get(_modular_name(classic))
+    counterparts: dict[str | None, Any] = {**MODULAR_PIPELINE_MAPPING}
+    counterpart = counterparts.get(_modular_name(classic))
     if counterpart is None:
         raise ModelError(f"model {str(folder)!r}: Diffusers has no modular pipeline for {classic}")
     try:
@@ -113,40 +118,6 @@ def _put(pipeline: Any, components: Mapping[str, Any]) -> None:
         setattr(pipeline, name, component)
 
 
-def _load_components(
-    whole: Any,
-    names: list[str],
-    present: Mapping[str, tuple[str, str]],
-    overrides: Mapping[str, str],
-    dtype: torch.dtype,
-    device: torch.device,
-) -> dict[str, Any]:
-    loaded: dict[str, Any] = {}
-    for name in names:
-        spec = whole.get_component_spec(name)
-        kind = component_class(name, *present[name])
-        options: dict[str, Any] = {}
-        if issubclass(kind, torch.nn.Module):
-            options = {"dtype": dtype, "use_safetensors": True}
-        if name in overrides:
-            options |= _override(name, Path(overrides[name]).expanduser())
-        try:
-            component = spec.load(**options)
-        except (OSError, ValueError, RuntimeError, ImportError) as error:
-            raise ModelError(f"component {name!r} cannot be loaded: {error}") from error
-        if isinstance(component, torch.nn.Module):
-            component = component.to(device).eval().requires_grad_(False)
-        loaded[name] = component
-    return loaded
-
-
-def _override(name: str, path: Path) -> dict[str, Any]:
-    """Loading options for a component's own folder, a pipeline folder that has it, or a single file."""
-    if (path / name).is_dir():
-        return {"pretrained_model_name_or_path": str(path), "subfolder": name}
-    return {"pretrained_model_name_or_path": str(path), "subfolder": ""}
-
-
 def _role_pipeline(
     role: Role,
     whole: Any,
@@ -164,7 +135,6 @@ def _role_pipeline(
         for name in pipeline.config_component_names
         if getattr(whole, name, None) is not None
     }
-    pipeline.register_components(**own)
-    _put(pipeline, made)
-    _put(pipeline, {n: s for n, s in stand_ins.items() if s is not None and n not in own})
+    _put(pipeline, {name: value for name, value in stand_ins.items() if value is not None})
+    _put(pipeline, own | made)
     return LoadedRole(role=role, pipeline=pipeline, blocks=parts.parts[role])

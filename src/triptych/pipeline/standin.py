@@ -49,18 +49,20 @@ def stand_in(folder: Path, name: str, library: str, class_name: str, dtype: torc
             config_class: Any = kind.config_class
             return ConfigOnly(config_class.from_pretrained(folder / name), dtype)
         if issubclass(kind, torch.nn.Module):
-            return _meta_module(folder, name, kind, dtype)
+            return _model_stand_in(folder, name, kind, dtype)
         return kind.from_pretrained(folder, subfolder=name) if hasattr(kind, "load_config") else None
     except (OSError, ValueError, TypeError) as error:
         raise ModelError(f"component {name!r}: its config cannot be read: {error}") from error
 
 
-def _meta_module(folder: Path, name: str, kind: Any, dtype: torch.dtype) -> torch.nn.Module:
+def meta_module(folder: Path, name: str, kind: Any) -> torch.nn.Module:
+    """Component ``name`` of class ``kind`` with its real config and no memory behind its tensors."""
     with torch.device("meta"):
-        module: torch.nn.Module = kind.from_config(kind.load_config(folder, subfolder=name))
-    module = module.to(dtype).eval()
-    for parameter in module.parameters():
-        parameter.requires_grad_(False)
+        return kind.from_config(kind.load_config(str(folder), subfolder=name))
+
+
+def _model_stand_in(folder: Path, name: str, kind: Any, dtype: torch.dtype) -> torch.nn.Module:
+    module = meta_module(folder, name, kind).to(dtype).eval().requires_grad_(False)
     _fill_buffers(module, folder / name, dtype)
     return module
 

@@ -1,0 +1,80 @@
+"""Where models come from: embedded names, folders, Hub ids."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from triptych.errors import ModelError
+from triptych.models import EMBEDDED
+from triptych.pipeline.source import index_components, read_index, resolve_source
+
+
+def test_an_embedded_name_is_a_folder_with_an_index() -> None:
+    assert resolve_source("tiny") == EMBEDDED["tiny"]
+    assert read_index(resolve_source("tiny"))["_class_name"] == "WanPipeline"
+
+
+def test_a_local_folder_is_itself(tmp_path: Path) -> None:
+    (tmp_path / "model_index.json").write_text("{}")
+    assert resolve_source(str(tmp_path)) == tmp_path
+
+
+@pytest.mark.parametrize("path", ["./absent", "/absent/model", "tinny", "a/b/c"])
+def test_what_is_neither_folder_nor_id_is_refused(path: str) -> None:
+    with pytest.raises(ModelError, match=r"no such folder.*embedded model \(tiny\)"):
+        resolve_source(path)
+
+
+def test_a_folder_without_index_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(ModelError, match=r"no model_index\.json"):
+        resolve_source(str(tmp_path))
+
+
+@pytest.mark.parametrize("content", ["", "[]", "{}", '{"_class_name": 3}'])
+def test_an_unreadable_index_is_refused(tmp_path: Path, content: str) -> None:
+    (tmp_path / "model_index.json").write_text(content)
+    with pytest.raises(ModelError, match=r"model_index\.json"):
+        read_index(tmp_path)
+
+
+def test_absent_components_do_not_count(tmp_path: Path) -> None:
+    index: dict[str, Any] = {"_class_name": "X", "vae": ["diffusers", "V"], "transformer_2": [None, None], "ratio": 1}
+    (tmp_path / "model_index.json").write_text(json.dumps(index))
+    assert index_components(read_index(tmp_path)) == {"vae": ("diffusers", "V")}
+
+
+def test_a_hub_id_fetches_configs_and_the_asked_weights_only(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Checked against the Hub client's own filter over the files of a real repository's layout."""
+    from huggingface_hub.utils import filter_repo_objects
+
+    files = [
+        "model_index.json", "README.md", "scheduler/scheduler_config.json", "tokenizer/spiece.model",
+        "tokenizer/tokenizer.json", "text_encoder/config.json", "text_encoder/model-00001-of-00002.safetensors",
+        "text_encoder/model.safetensors.index.json", "text_encoder/pytorch_model.bin", "transformer/config.json",
+        "transformer/diffusion_pytorch_model.safetensors", "vae/config.json", "vae/diffusion_pytorch_model.safetensors",
+        "vae/diffusion_pytorch_model.bin", "assets/demo.mp4", "code.py",
+    ]  # fmt: skip
+    got: list[set[str]] = []
+
+    def download(repo: str, allow_patterns: list[str]) -> str:
+        assert repo == "owner/model"
+        got.append(set(filter_repo_objects(files, allow_patterns=allow_patterns)))
+        (tmp_path / "model_index.json").write_text("{}")
+        return str(tmp_path)
+
+    monkeypatch.setattr("huggingface_hub.snapshot_download", download)
+    assert resolve_source("owner/model") == tmp_path
+    assert resolve_source("owner/model", ["vae"]) == tmp_path
+    assert not any(name.endswith((".safetensors", ".bin", ".py", ".mp4")) for name in got[0])
+    assert {"tokenizer/spiece.model", "vae/config.json", "scheduler/scheduler_config.json"} <= got[0]
+    assert got[1] - got[0] == {"vae/diffusion_pytorch_model.safetensors"}
+
+
+def test_an_unreachable_hub_is_an_error_that_names_the_model(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
+    with pytest.raises(ModelError, match="owner/no-such-model-anywhere.*neither a local folder nor"):
+        resolve_source("owner/no-such-model-anywhere")
