@@ -10,12 +10,13 @@ from collections.abc import Callable, Sequence
 
 import torch
 
-from triptych.config import TransferConfig
+from triptych.config import LOOPBACK, TransferConfig
 from triptych.errors import ConfigError, TransferError
 from triptych.ids import CopyId, Epoch, InstanceId, RequestId
-from triptych.transport.data import layout
+from triptych.transport.data import engine, layout
 from triptych.transport.data.carrier import Allocate, Carrier, within_pool
 from triptych.transport.data.local import LocalPlane
+from triptych.transport.data.mooncake import MooncakeCarrier, reserve_bytes
 from triptych.transport.data.pool import Pool
 from triptych.transport.data.protocol import DataPlane, Payload, Pull
 from triptych.transport.data.shm import Segment, ShmCarrier
@@ -37,6 +38,20 @@ def open_plane(config: TransferConfig, instance: InstanceId, epoch: Epoch, devic
     if config.kind == "local":
         return LocalPlane(instance=instance, epoch=epoch, pool_bytes=config.pool_bytes)
     return PooledPlane(config, instance, epoch, pinned=torch.device(device).type == "cuda")
+
+
+def _between_hosts(config: TransferConfig) -> bool:
+    """Whether the Mooncake engine is to be started."""
+    if config.kind == "mooncake" or config.ib_device is not None:
+        return True
+    if config.kind != "auto" or config.hostname in LOOPBACK:
+        return False
+    try:
+        engine.load("tcp")
+    except ConfigError as error:
+        _log.warning("only peers of this host can pull from %s: %s", config.hostname, error)
+        return False
+    return True
 
 
 class OwnCarrier:
@@ -108,17 +123,34 @@ class PooledPlane:
         self._manifests: dict[CopyId, Manifest] = {}
         self._numbers = itertools.count()
         self._closed = False
+        between_hosts = _between_hosts(config)
         self._segment = Segment(config.pool_bytes)
-        self._pool = Pool(config.pool_bytes)
+        self._pool = Pool(config.pool_bytes, reserve_bytes(config.pool_bytes) if between_hosts else 0)
         self._carriers: list[Carrier] = []
-        if config.kind == "auto":
-            self._carriers.append(OwnCarrier(self._pool, self._lock, self._segment, epoch))
-        if config.kind in ("auto", "shm"):
-            self._carriers.append(ShmCarrier(self._segment))
+        try:
+            if config.kind == "auto":
+                self._carriers.append(OwnCarrier(self._pool, self._lock, self._segment, epoch))
+            if config.kind in ("auto", "shm"):
+                self._carriers.append(ShmCarrier(self._segment))
+            if between_hosts:
+                self._carriers.append(
+                    MooncakeCarrier(
+                        hostname=config.hostname,
+                        ib_device=config.ib_device,
+                        pool=self._pool,
+                        lock=self._lock,
+                        segment=self._segment,
+                    )
+                )
+            if pinned:
+                _pin(self._segment.memory)
+        except ConfigError:
+            for carrier in self._carriers:
+                carrier.close()
+            self._segment.close()
+            raise
         self.pool_bytes = self._pool.stage_capacity
         self.planes: tuple[str, ...] = tuple(carrier.plane for carrier in self._carriers)
-        if pinned:
-            _pin(self._segment.memory)
 
     # -- staging -----------------------------------------------------------------------------------------------
 
