@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import secrets
+import sys
+import threading
 import time
 from collections import deque
 from collections.abc import Iterable
@@ -230,3 +232,26 @@ class NoopInstance:
 def _describe(data: bytes) -> MediaFile:
     checksum = xxhash.xxh3_64_intdigest(data)
     return MediaFile(blob=0, mime="video/mp4", suffix=".mp4", width=64, height=64, frames=1, fps=8.0, checksum=checksum)
+
+
+def main(arguments: list[str]) -> int:
+    """Run one instance until standard input ends: ``SERVER_ADDR WORK_URL ROLE[,ROLE...] SLOTS``."""
+    server_addr, work_url, roles, slots = arguments
+    instance = NoopInstance(
+        server_addr=server_addr,
+        work_url=work_url,
+        roles=tuple(Role(role) for role in roles.split(",")),
+        slots=int(slots),
+    )
+
+    def follow_parent() -> None:
+        sys.stdin.buffer.read()
+        instance.stop()
+
+    threading.Thread(target=follow_parent, name="follow-parent", daemon=True).start()
+    instance.run()
+    return 0 if instance.halted is not None and instance.halted.error is None else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))
