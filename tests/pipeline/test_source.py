@@ -76,5 +76,5 @@ def test_a_hub_id_fetches_configs_and_the_asked_weights_only(tmp_path: Path, mon
 
 def test_an_unreachable_hub_is_an_error_that_names_the_model(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
-    with pytest.raises(ModelError, match="owner/no-such-model-anywhere.*neither a local folder nor"):
+    with pytest.raises(ModelError, match=r"owner/no-such-model-anywhere.*neither a local folder nor"):
         resolve_source("owner/no-such-model-anywhere")

@@ -5,7 +5,7 @@ This is the only place where a model family is named. A class that is absent her
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -36,6 +36,8 @@ class Family:
     """Added to the client's guidance scale to get the guider's: 1 where the classic formula is ``c + s * (c - u)``."""
     encoder_needs_guider: bool = False
     """The text block leaves its negative embeddings unset when its guider is off, so the guider stays on there."""
+    text_length: int | None = None
+    """The transformer finds the image's tokens behind exactly so many of the text, so no other length is legal."""
     exact_timestep: bool = False
     """The loop rounds the timestep to the weights' dtype (999 becomes 1000 in bfloat16), which the classic pipeline
     does not; the transformer is given the scheduler's own value."""
@@ -54,6 +56,8 @@ _WAN = Family(
     encoder_needs_guider=True,
     exact_timestep=True,
 )
+_WAN_I2V = replace(_WAN, preset=replace(_WAN.preset, num_inference_steps=40))
+_WAN22 = replace(_WAN, preset=replace(_WAN.preset, num_inference_steps=40, guidance_scale=4.0))
 
 MODULAR_NAMES: dict[str, str] = {
     "FluxPipeline": "flux",
@@ -69,9 +73,9 @@ Diffusers' own table answers for others, at the price of importing every pipelin
 
 FAMILIES: dict[str, Family] = {
     "WanModularPipeline": _WAN,
-    "WanImage2VideoModularPipeline": _WAN,
-    "Wan22ModularPipeline": _WAN,
-    "Wan22Image2VideoModularPipeline": _WAN,
+    "WanImage2VideoModularPipeline": replace(_WAN_I2V, text_length=512),
+    "Wan22ModularPipeline": _WAN22,
+    "Wan22Image2VideoModularPipeline": replace(_WAN22, preset=replace(_WAN22.preset, guidance_scale=3.5)),
     "QwenImageModularPipeline": Family(
         preset=Preset(height=1328, width=1328, num_inference_steps=50, guidance_scale=4.0)
     ),

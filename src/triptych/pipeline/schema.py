@@ -174,10 +174,10 @@ class _Builder:
     def _sequence_length(self) -> list[Param]:
         if "max_sequence_length" not in self._inputs:
             return []
-        declared = self._inputs["max_sequence_length"].default or 512
-        return [Param(name="max_sequence_length", type="integer",
-                      default=self._default("max_sequence_length") or declared, minimum=8,
-                      maximum=self._limit("max_sequence_length") or declared,
+        fixed = self._family.text_length
+        default = fixed or self._default("max_sequence_length") or self._inputs["max_sequence_length"].default or 512
+        most = fixed or self._limit("max_sequence_length") or max(default, 512)
+        return [Param(name="max_sequence_length", type="integer", default=default, minimum=fixed or 1, maximum=most,
                       description="Tokens of the prompt that are read.")]  # fmt: skip
 
     def _count(self) -> list[Param]:
