@@ -112,20 +112,21 @@ def test_a_seed_is_drawn_and_told_when_none_is_given(http: httpx.Client) -> None
     assert all(0 <= seed < 2**53 for seed in seeds)
 
 
-def test_null_means_not_given(http: httpx.Client) -> None:
-    video = http.post("/v1/videos", json={"prompt": "a cat", "size": None, "num_frames": None, "model": None}).json()
+def test_null_means_not_given_and_whole_numbers_are_integers(http: httpx.Client) -> None:
+    video = http.post("/v1/videos", json={"prompt": "a cat", "size": None, "num_frames": None, "seed": 3.0}).json()
     assert video["size"] == "96x64"
     assert video["num_frames"] == 17
+    assert video["seed"] == 3
 
 
-@pytest.mark.parametrize(("seconds", "frames"), [(1, 9), ("2", 17), (0.01, 1), (8, 65), ("1.7", 13)])
+@pytest.mark.parametrize(("seconds", "frames"), [(1, 9), ("2", 17), (0.01, 1), (8, 65), (1.7, 13), ("08", 65)])
 def test_seconds_become_the_nearest_legal_number_of_frames(
     http: httpx.Client, house: Any, seconds: Any, frames: int
 ) -> None:
     answer = http.post("/v1/videos", json={"prompt": "a cat", "seconds": seconds})
     assert answer.status_code == 200
     assert answer.json()["num_frames"] == frames
-    assert answer.json()["seconds"] == str(seconds)
+    assert answer.json()["seconds"] == f"{float(seconds):g}"
 
 
 def test_form_values_are_read_as_what_the_model_declares(http: httpx.Client) -> None:

@@ -14,6 +14,9 @@ from triptych.wire.schema import Param, RequestSchema
 _ENUM_LIMIT: Final = 512
 """Legal values that are listed one by one; more are described by bounds alone."""
 
+_FILE: Final = {"type": "string", "format": "binary"}
+_PICTURES: Final = "image/png, image/jpeg, image/webp"
+
 _TYPES: Final = {"string": "string", "integer": "integer", "number": "number", "boolean": "boolean"}
 
 
@@ -42,11 +45,14 @@ def _set_body(document: dict[str, Any], path: str, schema: RequestSchema | None,
             name = f"{output.capitalize()}{'Form' if form else 'Request'}"
             document["components"]["schemas"][name] = body
             content[kind] = {"schema": {"$ref": f"#/components/schemas/{name}"}}
+            files = [field for field, found in body["properties"].items() if found == _FILE]
+            if files:
+                content[kind]["encoding"] = {field: {"contentType": _PICTURES} for field in files}
     document["paths"][path]["post"]["requestBody"] = {"required": True, "content": content}
 
 
 def _set_media(operation: dict[str, Any]) -> None:
-    binary = {"schema": {"type": "string", "format": "binary"}}
+    binary = {"schema": _FILE}
     media = dict.fromkeys(("video/mp4", "image/png", "image/jpeg", "image/webp"), binary)
     operation["responses"]["200"] = {"description": "The whole file.", "content": media}
     part = {**media, "multipart/byteranges": binary}
@@ -56,13 +62,14 @@ def _set_media(operation: dict[str, Any]) -> None:
 def request_body(schema: RequestSchema | None, output: Output, *, form: bool) -> dict[str, Any] | None:
     """JSON Schema of a request for ``output``; None when it cannot be sent that way, because it must carry a file."""
     if schema is None:
-        return {"type": "object", "description": "No model is known yet.", "required": ["prompt"]}
+        about = "No model is known yet."
+        return {"type": "object", "description": about, "properties": {}, "required": ["prompt"]}
     params = accepted(schema, output)
     pictures = {name for name, param in params.items() if param.type in ("image", "images")}
     if not form and any(params[name].required for name in pictures):
         return None
     properties = {name: _property(param) for name, param in params.items() if name not in pictures}
-    properties |= _spoken(schema, output, params)
+    properties |= _spoken(schema, output, params, form=form)
     exclusive = [["size", "width"], ["size", "height"], ["seconds", "num_frames"]]
     required = sorted(name for name, param in params.items() if param.required and name not in pictures)
     body: dict[str, Any] = {"type": "object", "required": required, "additionalProperties": False}
@@ -73,7 +80,7 @@ def request_body(schema: RequestSchema | None, output: Output, *, form: bool) ->
             if params[name].required:
                 body["anyOf"] = [{"required": ["input_reference"]}, {"required": [name]}]
         if pictures:
-            properties["input_reference"] = {"type": "string", "format": "binary"}
+            properties["input_reference"] = _FILE
     else:
         # A form has no way to say null.
         properties = {name: found if name in required else _nullable(found) for name, found in properties.items()}
@@ -81,14 +88,14 @@ def request_body(schema: RequestSchema | None, output: Output, *, form: bool) ->
     return body | {"properties": properties} | ({"not": {"anyOf": pairs}} if pairs else {})
 
 
-def _spoken(schema: RequestSchema, output: Output, params: dict[str, Param]) -> dict[str, Any]:
+def _spoken(schema: RequestSchema, output: Output, params: dict[str, Param], *, form: bool) -> dict[str, Any]:
     """The fields that go by OpenAI's names."""
     names = spoken(schema, output)
     found: dict[str, Any] = {"model": {"type": "string", "enum": list(model_names(schema))}}
     if "size" in names:
         found["size"] = {"type": "string", "pattern": _size_pattern(params), "example": "832x480"}
     if "seconds" in names:
-        found["seconds"] = _seconds(params)
+        found["seconds"] = _seconds(params, form=form)
     if "response_format" in names:
         found["response_format"] = {"type": "string", "enum": list(RESPONSE_FORMATS)}
     return found
@@ -97,9 +104,9 @@ def _spoken(schema: RequestSchema, output: Output, params: dict[str, Param]) -> 
 def _property(param: Param) -> dict[str, Any]:
     match param.type:
         case "image":
-            return {"type": "string", "format": "binary"}
+            return _FILE
         case "images":
-            return {"type": "array", "items": {"type": "string", "format": "binary"}}
+            return {"type": "array", "items": _FILE}
         case _:
             found: dict[str, Any] = {"type": _TYPES[param.type]}
     if param.description:
@@ -150,13 +157,17 @@ def _size_pattern(params: dict[str, Param]) -> str:
     return f"^{sides[0]}x{sides[1]}$"
 
 
-def _seconds(params: dict[str, Param]) -> dict[str, Any]:
+def _seconds(params: dict[str, Param], *, form: bool) -> dict[str, Any]:
     frames, fps = params["num_frames"], params["fps"].default
     text = "Length of the clip; becomes the nearest number of frames that the model can make."
     number: dict[str, Any] = {"type": "number", "exclusiveMinimum": 0}
+    whole: dict[str, Any] = {"type": "string", "pattern": "^[0-9]{1,4}$"}
     if isinstance(fps, int | float) and fps and frames.maximum is not None:
         number["maximum"] = frames.maximum / fps
-    return {"description": text, "anyOf": [number, {"type": "string", "pattern": r"^\d{1,4}(\.\d{1,3})?$"}]}
+        whole = {"type": "string", "enum": [str(n) for n in range(1, int(frames.maximum / fps) + 1)]}
+    if form or whole.get("enum") == []:
+        return {"description": text, **number}
+    return {"description": text, "anyOf": [number, whole]}
 
 
 def _nullable(schema: dict[str, Any]) -> dict[str, Any]:

@@ -92,6 +92,8 @@ def read_integer(field: str, value: Any, *, form: bool) -> int:
     """An integer within 64 bits; text only where ``form``."""
     if form and isinstance(value, str) and _INTEGER.fullmatch(value.strip()):
         value = int(value)
+    if isinstance(value, float) and value.is_integer():
+        value = int(value)  # JSON has one kind of number, and 20.0 is an integer there
     if isinstance(value, bool) or not isinstance(value, int):
         refuse(field, value, "an integer")
     if abs(value) > INT64_MAX:
@@ -180,6 +182,10 @@ def _divisible(param: Param, value: int | float) -> str:
 
 
 def nearest(param: Param, value: float) -> int:
-    """The legal value of an integer ``param`` closest to ``value``, bounds left aside."""
+    """The legal value of an integer ``param`` closest to ``value``."""
     step, rest = param.multiple_of or 1, param.remainder
-    return max(rest or step, math.floor((value - rest) / step + 0.5) * step + rest)
+    low, high = param.minimum or 0, INT64_MAX if param.maximum is None else param.maximum
+    found = math.floor((value - rest) / step + 0.5) * step + rest
+    while found < low:
+        found += step
+    return found - step if found > high else found
