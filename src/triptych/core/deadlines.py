@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import heapq
+from math import inf
 from typing import Generic, TypeVar
 
 K = TypeVar("K", bound=str)
@@ -35,17 +36,17 @@ class Deadlines(Generic[K]):
         """Forget the deadline of ``key``, if it has one."""
         self._when.pop(key, None)
 
-    def first(self) -> float | None:
-        """The earliest deadline; None when there is none."""
+    def first(self) -> float:
+        """The earliest deadline; infinity when there is none."""
         heap, when = self._heap, self._when
         while heap and when.get(heap[0][1]) != heap[0][0]:
             heapq.heappop(heap)
-        return heap[0][0] if heap else None
+        return heap[0][0] if heap else inf
 
     def pop_due(self, now: float) -> list[K]:
         """Remove and return the keys whose deadlines have come, earliest first."""
         due: list[K] = []
-        while (first := self.first()) is not None and first <= now:
+        while self.first() <= now and self._heap:
             key = heapq.heappop(self._heap)[1]
             del self._when[key]
             due.append(key)

@@ -351,6 +351,9 @@ class InstanceMachine:
         work = self._works.get(outcome.lease)
         if work is None or work.outcome is not None:
             self._count("repeated_outcome", type(outcome).__name__, outcome.lease)
+            if isinstance(outcome, Staged):
+                orphans = (output.manifest.copy for output in outcome.outputs)
+                self._out.append(ReleaseCopies(copies=tuple(copy for copy in orphans if copy not in self._copies)))
             return
         self._report_progress(work)
         work.outcome = outcome

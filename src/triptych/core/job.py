@@ -37,7 +37,8 @@ class Copy:
     """A staged output that some later stage of its request will read."""
 
     manifest: Manifest
-    producer: Role
+    lease: Lease
+    """The lease that made it."""
     consumer: Role
     instance: InstanceId
     job: Job
@@ -45,6 +46,11 @@ class Copy:
     missed: int = 0
     failures: int = 0
     """Failed pulls."""
+
+    @property
+    def producer(self) -> Role:
+        """The stage that made it."""
+        return self.lease.role
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -102,16 +108,20 @@ class Job:
     def move(self, state: JobState, now: float) -> None:
         """Enter ``state``, closing the clock of the old one. Raises `IllegalTransition` and changes nothing."""
         new = transition(self.state, state)
-        self.waited, self.ran = self.clocks(now)
+        if is_running(self.state):
+            self.ran += now - self.since
+        elif is_waiting(self.state):
+            self.waited += now - self.since
         self.state = new
         self.since = now
 
     def clocks(self, now: float) -> tuple[float, float]:
         """Seconds spent waiting and running so far."""
-        spent = max(0.0, now - self.since)
-        waited = self.waited + spent if is_waiting(self.state) else self.waited
-        ran = self.ran + spent if is_running(self.state) else self.ran
-        return waited, ran
+        if is_running(self.state):
+            return self.waited, self.ran + now - self.since
+        if is_waiting(self.state):
+            return self.waited + now - self.since, self.ran
+        return self.waited, self.ran
 
     @property
     def deadline(self) -> float:
@@ -136,6 +146,8 @@ class Job:
         one walk from the last stage to the first also finds the stages that must be repeated for a repeated one.
         """
         useless: list[Copy] = []
+        if not self.outputs:
+            return useless
         for producer in reversed(ROLES):
             made = self.outputs.get(producer, ())
             if any(consumer not in self.outputs and copy not in self.copies for copy, consumer in made):

@@ -53,15 +53,18 @@ class Member:
         Only copies made by this role or later ones count: they wait for stages which this rule does not hold back
         (a decoder stages nothing), so that full pools can never lock each other.
         """
-        if self.free <= 0:
+        if len(self.grants) >= self.hello.slots:
             return False
         if role is Role.DECODER:
             return True
-        kept = sum(self.retained[r] for r in ROLES[ROLES.index(role) :])
+        kept = self.retained[Role.DENOISER]
+        if role is Role.ENCODER:
+            kept += self.retained[Role.ENCODER]
+        typical = self.typical[role]
+        if kept + typical * self.hello.slots <= self.hello.pool_bytes:
+            return True  # whatever holds the other slots
         staging = sum(lease.role is not Role.DECODER for lease in self.grants)
-        if not kept and not staging:
-            return True
-        return kept + self.typical[role] * (staging + 1) <= self.hello.pool_bytes
+        return not (kept or staging) or kept + typical * (staging + 1) <= self.hello.pool_bytes
 
     def keep(self, copy: Copy) -> None:
         """Book a copy that lies in this instance's pool."""

@@ -151,9 +151,10 @@ class Membership:
     def _compare_copies(self, member: Member, message: Heartbeat) -> None:
         ledger = self._ledger
         listed = frozenset(message.copies)
+        unacknowledged = frozenset(message.leases)
         lost = []
         for copy in member.copies.values():
-            if copy.manifest.copy in listed:
+            if copy.manifest.copy in listed or copy.lease in unacknowledged:
                 copy.missed = 0
             elif self._overdue(copy.staged):
                 copy.missed += 1

@@ -16,20 +16,21 @@ class StageQueue:
     """
 
     def __init__(self) -> None:
-        self._jobs: dict[int, Job] = {}
+        self.by_number: dict[int, Job] = {}
+        """The requests in line, in no particular order."""
         self._order: list[int] = []
         self._head = 0
         """Numbers before this index were taken; cutting the list at every take would move all the others."""
 
     def __len__(self) -> int:
-        return len(self._jobs)
+        return len(self.by_number)
 
     def __contains__(self, job: Job) -> bool:
-        return job.number in self._jobs
+        return job.number in self.by_number
 
     def add(self, job: Job) -> None:
         """Line ``job`` up by its number."""
-        self._jobs[job.number] = job
+        self.by_number[job.number] = job
         job.queued = True
         if self._head == len(self._order) or self._order[-1] < job.number:
             self._order.append(job.number)
@@ -43,13 +44,13 @@ class StageQueue:
         if self._head >= _COMPACT and 2 * self._head >= len(self._order):
             del self._order[: self._head]
             self._head = 0
-        job = self._jobs.pop(number)
+        job = self.by_number.pop(number)
         job.queued = False
         return job
 
     def remove(self, job: Job) -> None:
         """Take ``job`` out from wherever it stands."""
-        del self._jobs[job.number]
+        del self.by_number[job.number]
         job.queued = False
         del self._order[bisect_left(self._order, job.number, lo=self._head)]
 
@@ -59,4 +60,4 @@ class StageQueue:
 
     def jobs(self) -> tuple[Job, ...]:
         """All requests in line, first one first."""
-        return tuple(self._jobs[number] for number in self._order[self._head :])
+        return tuple(self.by_number[number] for number in self._order[self._head :])

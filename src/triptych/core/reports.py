@@ -136,7 +136,7 @@ class Reports:
                 continue
             copy = Copy(
                 manifest=output.manifest,
-                producer=role,
+                lease=grant.lease,
                 consumer=output.consumer,
                 instance=member.id,
                 job=job,

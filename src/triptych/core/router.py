@@ -69,6 +69,7 @@ class Router:
         self._policy = POLICIES[config.dispatch_policy]
         self._last: dict[Role, int] = dict.fromkeys(ROLES, 0)
         """Ordinal of the instance that each role chose last."""
+        self._lanes = tuple((role, self._ledger.open[role], self._ledger.queues[role]) for role in _DISPATCH_ORDER)
         self._started = False
 
     def handle(self, event: RouterEvent, now: float) -> list[RouterAction]:
@@ -101,13 +102,15 @@ class Router:
                 self._time_out()
             case _:
                 assert_never(event)
-        for role in _DISPATCH_ORDER:
-            if ledger.open[role] and len(ledger.queues[role]):
+        for role, room, queue in self._lanes:
+            if room and queue.by_number:
                 self._dispatch(role)
         return ledger.out
 
     def _receive(self, message: FromInstance) -> None:
         match message:
+            case Fetched() | Started() | Progress() | Staged() | Finished() | StageFailed() | Stopped():
+                self._reports.handle(message)
             case Hello():
                 self._membership.hello(message)
             case Heartbeat():
@@ -116,8 +119,6 @@ class Router:
                 self._membership.goodbye(message)
             case Dropped():
                 self._reports.dropped(message)
-            case Fetched() | Started() | Progress() | Staged() | Finished() | StageFailed() | Stopped():
-                self._reports.handle(message)
             case _:
                 assert_never(message)
 
@@ -163,8 +164,7 @@ class Router:
     def next_deadline(self, now: float) -> float:
         """When the next `Tick` is due at the latest."""
         ledger = self._ledger
-        firsts = (ledger.job_deadlines.first(), ledger.member_deadlines.first())
-        return min([now + 1.0, *(first for first in firsts if first is not None)])
+        return min(now + 1.0, ledger.job_deadlines.first(), ledger.member_deadlines.first())
 
     @property
     def schema(self) -> RequestSchema | None:
