@@ -76,8 +76,11 @@ class FusedSelfAttention:
         return attn.to_out[1](out)
 
 
-def fuse(transformer: nn.Module) -> int:
-    """Put the fusions into a Wan transformer; returns how many modules changed (0: not a Wan transformer)."""
+def fuse(transformer: nn.Module, *, gelu: bool = True) -> int:
+    """Put the fusions into a Wan transformer; returns how many modules changed.
+
+    ``gelu``: also the activation into its product, which quantised layers have a product of their own for.
+    """
     # Imported here because Triton exists only where there is a GPU.
     from triptych.accel.kernels.rms_rope import rms_rope
 
@@ -88,7 +91,7 @@ def fuse(transformer: nn.Module) -> int:
             fused._attention_backend = getattr(module.processor, "_attention_backend", None)
             module.processor = fused
             changed += 1
-        if isinstance(module, FeedForward):
+        if gelu and isinstance(module, FeedForward):
             first = module.net[0]
             if isinstance(first, GELU) and first.approximate == "tanh":
                 module.net[0] = FusedGelu(first)

@@ -83,28 +83,78 @@ def _double_time(x: Tensor, past: Tensor, conv: Any) -> tuple[Tensor, Tensor]:
     return y.reshape(b, 2, c, t, h, w).permute(0, 2, 3, 1, 4, 5).reshape(b, c, t * 2, h, w), past
 
 
-def _double_space(x: Tensor, resample: Any) -> Tensor:
-    """Nearest-neighbour upsampling by two and a 3x3 convolution, frame by frame."""
+def _double_space(x: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
+    """Nearest-neighbour upsampling by two and a 3x3 convolution as one 2x2 convolution at the lower resolution.
+
+    Each output pixel of an upsampled 3x3 window sees only 2x2 input pixels; `_four_phases` has summed the weights that
+    fall on the same one. The four phases are the channel quarters of the result, and are woven together here.
+    """
     b, c, t, h, w = x.shape
-    conv = resample.resample[1]
-    frames = x.permute(0, 2, 1, 3, 4).reshape(b * t, c, h, w)
-    frames = F.interpolate(frames, scale_factor=2.0, mode="nearest-exact")
-    frames = F.conv2d(frames.contiguous(memory_format=torch.channels_last), conv.weight, conv.bias, padding=1)
-    y = frames.reshape(b, t, frames.shape[1], 2 * h, 2 * w).permute(0, 2, 1, 3, 4)
+    frames = x.permute(0, 2, 1, 3, 4).reshape(b * t, c, h, w).contiguous(memory_format=torch.channels_last)
+    quarters = F.conv2d(frames, weight, bias, padding=1).unflatten(1, (2, 2, -1))
+    rows = [
+        torch.stack([quarters[:, i, j, :, i : i + h, j : j + w] for j in (0, 1)], dim=-1).flatten(-2) for i in (0, 1)
+    ]
+    y = torch.stack(rows, dim=-2).flatten(-3, -2)
+    y = y.reshape(b, t, y.shape[1], 2 * h, 2 * w).permute(0, 2, 1, 3, 4)
     return y.contiguous(memory_format=torch.channels_last_3d)
+
+
+def _four_phases(weight: Tensor) -> Tensor:
+    """3x3 weights [out, in, 3, 3] over an upsampled image as 2x2 weights [4 * out, in, 2, 2] over the small one."""
+
+    def fold(w: Tensor, dim: int, phase: int) -> Tensor:
+        first, middle, last = w.unbind(dim)
+        pair = (first, middle + last) if phase == 0 else (first + middle, last)
+        return torch.stack(pair, dim)
+
+    wide = weight.float()
+    phases = [fold(fold(wide, 2, i), 3, j) for i in (0, 1) for j in (0, 1)]
+    return torch.cat(phases).to(weight.dtype).contiguous(memory_format=torch.channels_last)
 
 
 def _attend(x: Tensor, attention: Any) -> Tensor:
     return attention(x).contiguous(memory_format=torch.channels_last_3d)
 
 
+def _padded(tensor: Tensor, dim: int, align: int, groups: int = 1) -> Tensor:
+    """``tensor`` with zeros at the end of each of ``groups`` equal parts of ``dim``, up to a multiple of ``align``."""
+    parts = tensor.unflatten(dim, (groups, -1))
+    missing = -parts.shape[dim + 1] % align
+    shape = [*parts.shape]
+    shape[dim + 1] = missing
+    return torch.cat([parts, parts.new_zeros(shape)], dim=dim + 1).flatten(dim, dim + 1)
+
+
+def _pad_channels(decoder: Any, align: int) -> None:
+    """Give every inner layer of a decoder a multiple of ``align`` channels; the added ones stay zero throughout."""
+    time_convs = {up.time_conv for up in decoder.modules() if getattr(up, "mode", "") == "upsample3d"}
+    inner: list[Any] = list(decoder.modules())
+    for module in inner:
+        if isinstance(module, nn.Conv3d | nn.Conv2d):
+            assert module.bias is not None
+            groups = 2 if module in time_convs else 1  # its halves are the even and the odd frames
+            weight, bias = module.weight.data, module.bias.data
+            if module is not decoder.conv_in:
+                weight = _padded(weight, 1, align)
+            if module is not decoder.conv_out:
+                weight, bias = _padded(weight, 0, align, groups), _padded(bias, 0, align, groups)
+            module.weight.data, module.bias.data = weight, bias
+        elif hasattr(module, "gamma"):
+            module.gamma.data = _padded(module.gamma.data, 0, align)
+        elif hasattr(module, "conv1"):
+            module.in_dim += -module.in_dim % align
+            module.out_dim += -module.out_dim % align
+
+
 class WanVaeDecoder:
     """Decodes one video; keeps the past of every causal convolution between chunks.
 
-    ``compiled`` turns `torch.compile` on, one compilation per block kind and shape.
+    ``compiled`` turns `torch.compile` on, one compilation per block kind and shape. ``align`` pads channel counts with
+    zeros to a multiple: cuDNN's fast convolutions want multiples of 64, and Wan's widest layers have 96.
     """
 
-    def __init__(self, vae: WanVae, *, chunk: int = 4, compiled: bool = True) -> None:
+    def __init__(self, vae: WanVae, *, chunk: int = 4, compiled: bool = True, align: int = 1) -> None:
         self.vae = vae
         self.chunk = chunk
         wrap: Callable[[Any], Any] = (lambda f: torch.compile(f, dynamic=False)) if compiled else (lambda f: f)
@@ -113,11 +163,16 @@ class WanVaeDecoder:
         self._double_time = wrap(_double_time)
         self._double_space = wrap(_double_space)
         self._head = wrap(_head)
+        if vae.decoder.conv_in.out_channels % align == 0:  # attention there scales by its width: it cannot be padded
+            _pad_channels(vae.decoder, align)
         for module in vae.decoder.modules():
             if isinstance(module, nn.Conv3d):
                 module.to(memory_format=torch.channels_last_3d)  # pyright: ignore[reportCallIssue]
-            elif isinstance(module, nn.Conv2d):
-                module.to(memory_format=torch.channels_last)  # pyright: ignore[reportCallIssue]
+        self._phases: dict[object, tuple[Tensor, Tensor]] = {}
+        for up in vae.decoder.up_blocks:
+            for resample in up.upsamplers or ():
+                conv = resample.resample[1]
+                self._phases[resample] = (_four_phases(conv.weight), conv.bias.repeat(4))
 
     def chunks(self, latents: Tensor) -> Iterator[Tensor]:
         """Frames as they are done, each [batch, 3, frames, height, width] in -1..1.
@@ -153,7 +208,7 @@ class WanVaeDecoder:
         if resample.mode == "upsample3d" and not first:
             before = self._past(past, resample, x, x.shape[1])
             x, past[resample] = self._double_time(x, before, resample.time_conv)
-        return self._double_space(x, resample)
+        return self._double_space(x, *self._phases[resample])
 
     def _decode(self, x: Tensor, past: dict[object, Tensor], *, first: bool) -> Tensor:
         decoder = self.vae.decoder
@@ -172,3 +227,18 @@ class WanVaeDecoder:
         key = decoder.conv_out
         y, past[key] = self._head(x, self._past(past, key, x, x.shape[1]), decoder.norm_out, decoder.conv_out)
         return y
+
+
+def install(vae: Any, decoder: WanVaeDecoder) -> None:
+    """Make ``vae.decode`` use ``decoder`` (untiled, one video at a time as slicing would do it)."""
+    from diffusers.models.autoencoders.vae import DecoderOutput
+
+    stock = vae._decode
+
+    def decode(z: Tensor, return_dict: bool = True) -> Any:
+        if vae.use_tiling:
+            return stock(z, return_dict=return_dict)
+        sample = torch.cat([decoder.decode(one) for one in z.split(1)])
+        return DecoderOutput(sample=sample) if return_dict else (sample,)
+
+    vae._decode = decode

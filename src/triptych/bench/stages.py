@@ -1,0 +1,186 @@
+"""One denoiser forward and one VAE decode at a real size: stock Diffusers against each profile, in one run.
+
+Random weights from `triptych.bench.synth`: times do not depend on the values.
+"""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from rich.console import Console
+from rich.table import Table
+
+from triptych.accel.plan import Profile, accelerate
+from triptych.bench import synth
+from triptych.errors import ConfigError
+
+_PEAK_TFLOPS = 743.0
+"""Sustained bfloat16 matrix throughput of one H200, measured; the floor of a forward is its work at this rate."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Row:
+    """One measured line. ``error`` is the relative error (Frobenius norm) against the float32 or stock result."""
+
+    stage: str
+    variant: str
+    seconds: float
+    ratio: float
+    """Stock time over this time."""
+    floor_share: float | None
+    """Floor time over this time; None where the floor is not known."""
+    error: float | None
+    peak_gib: float
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Shape:
+    """A request's shape in pixels."""
+
+    width: int
+    height: int
+    frames: int
+
+
+def parse_shape(text: str) -> Shape:
+    """``832x480x81`` as width, height and frames; raises `ConfigError`."""
+    try:
+        width, height, frames = (int(part) for part in text.split("x"))
+    except ValueError:
+        raise ConfigError(f"shape={text!r}: must look like 832x480x81 (width x height x frames)") from None
+    return Shape(width=width, height=height, frames=frames)
+
+
+def run(name: str, shape: Shape, profiles: tuple[Profile, ...], repeats: int = 5) -> Iterator[Row]:
+    """Measure each stage of the named size; rows come as they are measured. Needs a CUDA GPU."""
+    if not torch.cuda.is_available():
+        raise ConfigError("bench stages needs a CUDA GPU: the real sizes do not fit a CPU's patience")
+    torch.set_grad_enabled(False)
+    yield from _denoiser(name, shape, profiles, repeats)
+    yield from _decoder(name, shape, profiles, repeats)
+
+
+def _inputs(name: str, shape: Shape, device: torch.device) -> Callable[[Any], torch.Tensor]:
+    frames, height, width = 1 + (shape.frames - 1) // 4, shape.height // 8, shape.width // 8
+    options: dict[str, Any] = {"device": device, "dtype": torch.bfloat16}
+    generator = torch.Generator(device).manual_seed(1)
+    if name.startswith("qwen"):
+        tokens = torch.randn(1, height // 2 * (width // 2), 64, generator=generator, **options)
+        text = torch.randn(1, 256, 3584, generator=generator, **options)
+        time_step = torch.tensor([0.5], **options)
+        grid = [[(1, height // 2, width // 2)]]
+        return lambda model: model(
+            hidden_states=tokens, timestep=time_step, encoder_hidden_states=text, img_shapes=grid, return_dict=False
+        )[0]
+    channels = 36 if "i2v" in name else 16
+    latents = torch.randn(1, channels, frames, height, width, generator=generator, **options)
+    text = torch.randn(1, 512, 4096, generator=generator, **options)
+    image = torch.randn(1, 257, 1280, generator=generator, **options) if channels == 36 else None
+    time_step = torch.tensor([500.0], device=device)
+    return lambda model: model(latents, time_step, text, image, return_dict=False)[0]
+
+
+def _denoiser(name: str, shape: Shape, profiles: tuple[Profile, ...], repeats: int) -> Iterator[Row]:
+    device = torch.device("cuda")
+    call = _inputs(name, shape, device)
+    stock_seconds, reference = 0.0, torch.empty(0)
+    order: tuple[Profile, ...] = ("stock", *profiles)
+    for profile in order:
+        model = synth.build(name, "transformer", device, torch.bfloat16)
+        accelerate({"transformer": model}, device=device, dtype=torch.bfloat16, profile=profile)
+        output = call(model)
+        seconds, peak = _measure(lambda model=model: call(model), repeats)
+        if profile == "stock":
+            stock_seconds, reference = seconds, output
+        work = _wan_tflop(model, shape) if name.startswith("wan") else None
+        yield Row(
+            stage="denoiser forward",
+            variant=profile,
+            seconds=seconds,
+            ratio=stock_seconds / seconds,
+            floor_share=None if work is None else work / _PEAK_TFLOPS / seconds,
+            error=_relative(output, reference) if profile != "stock" else None,
+            peak_gib=peak,
+        )
+        del model, output
+        torch.cuda.empty_cache()
+
+
+def _decoder(name: str, shape: Shape, profiles: tuple[Profile, ...], repeats: int) -> Iterator[Row]:
+    device = torch.device("cuda")
+    latents = torch.randn(
+        1, 16, 1 + (shape.frames - 1) // 4, shape.height // 8, shape.width // 8, device=device, dtype=torch.bfloat16
+    )
+    exact: Any = synth.build(name, "vae", device, torch.float32)
+    reference = exact.decode(latents.float(), return_dict=False)[0].cpu()
+    del exact
+    torch.cuda.empty_cache()
+    stock_seconds = 0.0
+    for profile in ("stock", *(p for p in profiles if p != "fast")):
+        vae: Any = synth.build(name, "vae", device, torch.float32).to(torch.bfloat16)
+        accelerate({"vae": vae}, device=device, dtype=torch.bfloat16, profile=profile)
+        output = vae.decode(latents, return_dict=False)[0]
+        seconds, peak = _measure(lambda vae=vae: vae.decode(latents, return_dict=False)[0], max(3, repeats // 2))
+        stock_seconds = stock_seconds or seconds
+        yield Row(
+            stage="VAE decode",
+            variant=profile,
+            seconds=seconds,
+            ratio=stock_seconds / seconds,
+            floor_share=None,
+            error=_relative(output.cpu(), reference),
+            peak_gib=peak,
+        )
+        del vae, output
+        torch.cuda.empty_cache()
+
+
+def _measure(call: Callable[[], object], repeats: int) -> tuple[float, float]:
+    """Median seconds of one call, and peak GPU memory in GiB, after one call that is not counted."""
+    call()
+    torch.cuda.synchronize()
+    torch.cuda.reset_peak_memory_stats()
+    samples: list[float] = []
+    for _ in range(repeats):
+        start = time.perf_counter()
+        call()
+        torch.cuda.synchronize()
+        samples.append(time.perf_counter() - start)
+    return statistics.median(samples), torch.cuda.max_memory_allocated() / (1 << 30)
+
+
+def _wan_tflop(model: Any, shape: Shape) -> float:
+    """Work of one forward in TFLOP: attention and linear layers, two operations a multiply-add."""
+    config = model.config
+    width = config.num_attention_heads * config.attention_head_dim
+    tokens = (1 + (shape.frames - 1) // 4) * (shape.height // 16) * (shape.width // 16)
+    attention = 4 * tokens * width * (tokens + 512)
+    linear = 2 * tokens * width * (6 * width + 2 * config.ffn_dim)
+    return config.num_layers * (attention + linear) / 1e12
+
+
+def _relative(output: torch.Tensor, reference: torch.Tensor) -> float:
+    return ((output.float() - reference.float()).norm() / reference.float().norm()).item()
+
+
+def print_rows(rows: list[Row], title: str) -> None:
+    """The rows as a table on standard output."""
+    table = Table(title=title)
+    for column in ("stage", "variant", "ms", "x stock", "share of floor", "relative error", "peak GiB"):
+        table.add_column(column, justify="left" if column in ("stage", "variant") else "right")
+    for row in rows:
+        table.add_row(
+            row.stage,
+            row.variant,
+            f"{row.seconds * 1e3:.1f}",
+            f"{row.ratio:.2f}",
+            "" if row.floor_share is None else f"{row.floor_share:.0%}",
+            "" if row.error is None else f"{row.error:.2e}",
+            f"{row.peak_gib:.1f}",
+        )
+    Console().print(table)

@@ -1,0 +1,173 @@
+"""Checkpoints of random weights at the real sizes, so that anyone can measure speed without the real weights.
+
+The sizes are the published configurations. Times do not depend on the values of the weights; pictures do.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from triptych.errors import ConfigError
+
+_WAN_SCHEDULER = {
+    "prediction_type": "flow_prediction",
+    "use_flow_sigmas": True,
+    "num_train_timesteps": 1000,
+    "flow_shift": 3.0,
+}
+_QWEN_SCHEDULER = {
+    "base_image_seq_len": 256,
+    "base_shift": 0.5,
+    "max_image_seq_len": 8192,
+    "max_shift": 0.9,
+    "shift": 1.0,
+    "shift_terminal": 0.02,
+    "time_shift_type": "exponential",
+    "use_dynamic_shifting": True,
+}
+_UMT5 = {
+    "vocab_size": 256384,
+    "d_model": 4096,
+    "d_kv": 64,
+    "d_ff": 10240,
+    "num_layers": 24,
+    "num_heads": 64,
+    "feed_forward_proj": "gated-gelu",
+}
+_CLIP = {
+    "hidden_size": 1280,
+    "intermediate_size": 5120,
+    "num_hidden_layers": 32,
+    "num_attention_heads": 16,
+    "patch_size": 14,
+    "image_size": 224,
+}
+_QWEN_TEXT = {
+    "text_config": {
+        "hidden_size": 3584,
+        "intermediate_size": 18944,
+        "num_hidden_layers": 28,
+        "num_attention_heads": 28,
+        "num_key_value_heads": 4,
+        "vocab_size": 152064,
+        "rope_parameters": {"mrope_section": [16, 24, 24], "rope_type": "default", "rope_theta": 1000000.0},
+    },
+    "vision_config": {"depth": 32, "hidden_size": 1280, "num_heads": 16, "out_hidden_size": 3584},
+}
+_WAN_1_3B = {"num_attention_heads": 12, "attention_head_dim": 128, "ffn_dim": 8960, "num_layers": 30, "text_dim": 4096}
+_WAN_14B = {"text_dim": 4096}
+_WAN_I2V = {"text_dim": 4096, "in_channels": 36, "image_dim": 1280, "added_kv_proj_dim": 5120}
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Size:
+    """The components of one real model: name to (library, class, configuration)."""
+
+    pipeline: str
+    components: dict[str, tuple[str, str, dict[str, Any]]] = field(repr=False)
+
+
+def _wan(pipeline: str, transformer: dict[str, Any], **more: tuple[str, str, dict[str, Any]]) -> Size:
+    components = {
+        "text_encoder": ("transformers", "UMT5EncoderModel", _UMT5),
+        "transformer": ("diffusers", "WanTransformer3DModel", transformer),
+        "vae": ("diffusers", "AutoencoderKLWan", {}),
+        "scheduler": ("diffusers", "UniPCMultistepScheduler", _WAN_SCHEDULER),
+        "tokenizer": ("transformers", "T5Tokenizer", {}),
+    }
+    return Size(pipeline=pipeline, components={**components, **more})
+
+
+SIZES: dict[str, Size] = {
+    "wan2.1-t2v-1.3b": _wan("WanPipeline", _WAN_1_3B),
+    "wan2.1-t2v-14b": _wan("WanPipeline", _WAN_14B),
+    "wan2.1-i2v-14b": _wan(
+        "WanImageToVideoPipeline", _WAN_I2V, image_encoder=("transformers", "CLIPVisionModel", _CLIP)
+    ),
+    "qwen-image": Size(
+        pipeline="QwenImagePipeline",
+        components={
+            "text_encoder": ("transformers", "Qwen2_5_VLForConditionalGeneration", _QWEN_TEXT),
+            "transformer": ("diffusers", "QwenImageTransformer2DModel", {}),
+            "vae": ("diffusers", "AutoencoderKLQwenImage", {}),
+            "scheduler": ("diffusers", "FlowMatchEulerDiscreteScheduler", _QWEN_SCHEDULER),
+        },
+    ),
+}
+"""Names that `build` and ``triptych synth`` know."""
+
+
+def size_named(name: str) -> Size:
+    """The size of that name; raises `ConfigError` naming the known ones."""
+    if name not in SIZES:
+        raise ConfigError(f"{name!r}: no such size; known: {', '.join(SIZES)}")
+    return SIZES[name]
+
+
+def build(name: str, component: str, device: torch.device, dtype: torch.dtype) -> nn.Module:
+    """One model of that size with random weights, made on ``device``, evaluating, without gradients.
+
+    Parameters that Diffusers keeps in float32 stay there, as they would when loaded from a folder.
+    """
+    library, class_name, config = size_named(name).components[component]
+    cls = _class(library, class_name)
+    make: Callable[[], Any] = (
+        (lambda: cls(**config)) if library == "diffusers" else (lambda: cls(cls.config_class(**config)))
+    )
+    torch.manual_seed(0)
+    before = torch.get_default_dtype()
+    torch.set_default_dtype(dtype)  # a float32 copy of a large model would not fit beside the final one
+    try:
+        with torch.device(device):
+            model: nn.Module = make()
+    finally:
+        torch.set_default_dtype(before)
+    keep: list[str] = getattr(cls, "_keep_in_fp32_modules", None) or []
+    for path, parameter in model.named_parameters():
+        if any(part in keep for part in path.split(".")):
+            parameter.data = parameter.data.float()
+    for path, buffer in model.named_buffers():  # tables of frequencies are computed in float32 whatever the dtype
+        if "freqs" in path:
+            buffer.data = buffer.data.float()
+    return model.eval().requires_grad_(False)
+
+
+def write(name: str, out: Path, device: torch.device, dtype: torch.dtype) -> list[Path]:
+    """Write the size as a Diffusers-layout folder under ``out``; returns the component folders.
+
+    One component is in memory at a time. Tokenizers are not written: they have no random form.
+    """
+    size = size_named(name)
+    out.mkdir(parents=True, exist_ok=True)
+    index: dict[str, Any] = {"_class_name": size.pipeline, "_diffusers_version": "0.42.1"}
+    folders: list[Path] = []
+    for component, (library, class_name, config) in size.components.items():
+        index[component] = [library, class_name]
+        folder = out / component
+        cls = _class(library, class_name)
+        if component == "scheduler":
+            cls(**config).save_pretrained(folder)
+        elif issubclass(cls, nn.Module):
+            model: Any = build(name, component, device, dtype)
+            model.save_pretrained(folder)
+            del model
+        else:
+            continue
+        folders.append(folder)
+    (out / "model_index.json").write_text(json.dumps(index, indent=2))
+    return folders
+
+
+def _class(library: str, class_name: str) -> Any:
+    if library == "diffusers":
+        import diffusers as module
+    else:
+        import transformers as module
+    return getattr(module, class_name)
