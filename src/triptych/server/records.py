@@ -96,8 +96,8 @@ class Entry:
         """Whether the state is final."""
         return self.view.state in TERMINAL
 
-    def record(self) -> JobRecord:
-        """The job as it is now."""
+    def record(self, view: JobView | None = None) -> JobRecord:
+        """The job as it was at its last update, or in ``view`` if that is newer."""
         return JobRecord(
             id=self.id,
             output=self.output,
@@ -106,7 +106,7 @@ class Entry:
             created_at=self.created_at,
             started_at=self.started_at,
             completed_at=self.completed_at,
-            view=self.view,
+            view=view or self.view,
             files=self.files,
         )
 
@@ -212,7 +212,7 @@ class Records:
 
     def page(
         self, *, output: OutputKind, after: RequestId | None, limit: int, order: Literal["asc", "desc"]
-    ) -> tuple[list[JobRecord], bool]:
+    ) -> tuple[list[Entry], bool]:
         """At most ``limit`` jobs of one kind by age from behind ``after`` on, and whether there are more.
 
         A cursor stays good when its job is deleted, because ids sort by age.
@@ -221,13 +221,13 @@ class Records:
             raise BadRequest("limit", f"limit={limit}: must be at least 1")
         if after is not None and not IdMint.is_id(after, output):
             raise BadRequest("after", f"after={after!r}: is not the id of a job of kind {output}")
-        found: list[JobRecord] = []
+        found: list[Entry] = []
         for entry in self._from(after, order):
             if entry.output != output:
                 continue
             if len(found) == limit:
                 return found, True
-            found.append(entry.record())
+            found.append(entry)
         return found, False
 
     def _from(self, after: RequestId | None, order: Literal["asc", "desc"]) -> Iterator[Entry]:

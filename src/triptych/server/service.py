@@ -130,17 +130,18 @@ class DiffusionService:
                 run_timeout=self._config.run_timeout if run_timeout is None else run_timeout,
             )
         )
-        return entry.record()
+        return self._record(entry)
 
     def get(self, id: RequestId) -> JobRecord:
         """The job as it is now; raises `NotFound`."""
-        return self._records.get(id).record()
+        return self._record(self._records.get(id))
 
     def page(
         self, *, output: OutputKind, after: RequestId | None, limit: int, order: Literal["asc", "desc"]
     ) -> tuple[list[JobRecord], bool]:
         """At most ``limit`` jobs of one kind by age, from behind the cursor ``after`` on, and whether more follow."""
-        return self._records.page(output=output, after=after, limit=limit, order=order)
+        page, more = self._records.page(output=output, after=after, limit=limit, order=order)
+        return [self._record(entry) for entry in page], more
 
     async def wait(self, id: RequestId) -> JobRecord:
         """The job once it has ended; one that is deleted meanwhile ends as cancelled. Raises `NotFound`, and
@@ -163,9 +164,8 @@ class DiffusionService:
                 self._live_shell()
                 await _turn(entry.watchers)
             shown = entry.view
-            record = entry.record()
-            yield record
-            if record.ended:
+            yield self._record(entry)
+            if shown.state in TERMINAL:
                 return
 
     async def cancel(self, id: RequestId) -> JobRecord:
@@ -173,13 +173,13 @@ class DiffusionService:
         entry = self._records.get(id)
         if not entry.ended:
             self._live_shell().feed(CancelRequest(request=id))
-        return entry.record()
+        return self._record(entry)
 
     async def delete(self, id: RequestId) -> JobRecord:
         """Forget a job and its media, stopping it first when it is live; returns its last state."""
         await self.cancel(id)
         entry = self._records.get(id)
-        record = entry.record()
+        record = self._record(entry)
         self._records.remove(entry)
         await self._in_thread(self._media.remove, entry.files)
         return record
@@ -264,6 +264,11 @@ class DiffusionService:
             self._spawn(self._resolve())
 
     # -- inside ------------------------------------------------------------------------------------------------
+
+    def _record(self, entry: Entry) -> JobRecord:
+        # Places in a queue and clocks move without an update, so a live job is looked at anew.
+        view = None if entry.ended else self._router.view(entry.id)
+        return entry.record(view)
 
     async def _resolve(self) -> None:
         try:
