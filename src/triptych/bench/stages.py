@@ -121,7 +121,8 @@ def _decoder(name: str, shape: Shape, profiles: tuple[Profile, ...], repeats: in
     del exact
     torch.cuda.empty_cache()
     stock_seconds = 0.0
-    for profile in ("stock", *(p for p in profiles if p != "fast")):
+    order: tuple[Profile, ...] = ("stock", *(p for p in profiles if p != "fast"))
+    for profile in order:
         vae: Any = synth.build(name, "vae", device, torch.float32).to(torch.bfloat16)
         accelerate({"vae": vae}, device=device, dtype=torch.bfloat16, profile=profile)
         output = vae.decode(latents, return_dict=False)[0]
