@@ -116,6 +116,8 @@ class ThreadDied:
 
     thread: str
     reason: str
+    mendable: bool = False
+    """The operator must mend something (the model folder, a setting); starting again as it is will not help."""
 
 
 Post: TypeAlias = Loaded | InputsReady | MediaReady | ThreadDied | InstanceEvent

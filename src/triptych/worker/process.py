@@ -36,6 +36,9 @@ _JOIN_SECONDS: Final = 3.0
 _LEAVE_SECONDS: Final = 6.0
 """How long leaving may take in all, whatever hangs."""
 
+EXIT_OPERATOR: Final = 2
+"""Exit code of a process that the operator must mend something for; whoever supervises it need not start it again."""
+
 
 def run_instance(config: InstanceConfig) -> int:
     """Serve the roles of ``config`` until a signal or the server ends it; the exit code of the process.
@@ -90,8 +93,8 @@ def _await_model(mailbox: Mailbox) -> Loaded | int:
             case Loaded() as loaded:
                 log.info("loaded model=%s device=%s seconds=%.1f", loaded.schema.model, loaded.device, loaded.seconds)
                 return loaded
-            case ThreadDied():
-                return 1
+            case ThreadDied(mendable=mendable):
+                return EXIT_OPERATOR if mendable else 1
             case Stop(reason=reason):
                 log.info("stopping while the model loads: %s", reason)
                 return 0

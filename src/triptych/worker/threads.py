@@ -9,7 +9,7 @@ from collections.abc import Callable
 from queue import SimpleQueue
 from typing import Generic, TypeVar
 
-from triptych.errors import TriptychError
+from triptych.errors import Blame, TriptychError
 from triptych.worker.jobs import Close, Post, ThreadDied
 
 Job = TypeVar("Job")
@@ -69,7 +69,7 @@ class WorkerThread(threading.Thread, Generic[Job]):
             self.work()
         except TriptychError as error:
             log.critical("the %s thread died: %s", self.name, error.message)
-            self._post(ThreadDied(thread=self.name, reason=error.message))
+            self._post(ThreadDied(thread=self.name, reason=error.message, mendable=error.blame is Blame.OPERATOR))
         except BaseException as error:
             log.critical("the %s thread died", self.name, exc_info=True)
             self._post(ThreadDied(thread=self.name, reason=f"{type(error).__name__}: {error}"))
