@@ -4,10 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Protocol
 
 import pytest
 
-from tests.e2e.harness import Deployment
+from tests.e2e.harness import Deployment, Process
 
 
 @pytest.fixture(scope="session")
@@ -15,6 +16,26 @@ def pool(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Deployment]:
     """Two encoders, three denoisers, two decoders; tensors through shared memory."""
     with Deployment(tmp_path_factory.mktemp("pool")) as deployment:
         yield deployment.start_all(encoder=2, denoiser=3, decoder=2)
+
+
+class Spawn(Protocol):
+    """Starts a `triptych` process."""
+
+    def __call__(self, name: str, *words: str) -> Process: ...
+
+
+@pytest.fixture
+def spawn(folder: Path) -> Iterator[Spawn]:
+    """Start processes that the test stops itself; what it left is killed."""
+    started: list[Process] = []
+
+    def start(name: str, *words: str) -> Process:
+        started.append(Process(name, words, folder))
+        return started[-1]
+
+    yield start
+    for process in started:
+        process.kill()
 
 
 @pytest.fixture

@@ -69,7 +69,7 @@ def segments() -> set[str]:
 class Process:
     """One `triptych` process in a session of its own; what it prints is kept in a file."""
 
-    def __init__(self, name: str, words: Iterable[str], folder: Path) -> None:
+    def __init__(self, name: str, words: Iterable[str], folder: Path, cwd: Path | None = None) -> None:
         self.name = name
         self.log = folder / f"{name}-{time.monotonic_ns()}.log"
         with self.log.open("wb") as output:
@@ -80,7 +80,7 @@ class Process:
                 stderr=subprocess.STDOUT,
                 start_new_session=True,
                 env=environment(),
-                cwd=folder,
+                cwd=cwd or folder,
             )
 
     @property
@@ -215,16 +215,17 @@ class Deployment:
         )  # fmt: skip
         return self.server
 
-    def start(self, name: str, *words: str, model: str | None = None) -> Process:
-        """Start the instance ``name``, e.g. ``denoiser-1``, or again at its old port after its end."""
+    def start(self, name: str, *words: str, cwd: Path | None = None) -> Process:
+        """Start the instance ``name``, e.g. ``denoiser-1``, or start it again at its old port after its end."""
         role = name.partition("-")[0]
         port = self.work_ports.setdefault(name, free_ports(1)[0])
         self.instances[name] = Process(
             name,
-            ["serve", "--model-path", model or self.model, "--device", "cpu", "--disagg-role", role,
+            ["serve", "--model-path", self.model, "--device", "cpu", "--disagg-role", role,
              "--disagg-server-addr", f"tcp://127.0.0.1:{self.frontend}", "--scheduler-port", str(port),
              "--disagg-transfer", self.plane, "--disagg-transfer-pool-size", "64MiB", *words],
             self.folder,
+            cwd,
         )  # fmt: skip
         return self.instances[name]
 

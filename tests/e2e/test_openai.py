@@ -6,6 +6,7 @@ import base64
 import io
 
 import av
+import pytest
 from openai import OpenAI
 from PIL import Image
 
@@ -16,6 +17,7 @@ def client(pool: Deployment) -> OpenAI:
     return OpenAI(base_url=f"{pool.api.url}/v1", api_key="none", timeout=60)
 
 
+@pytest.mark.filterwarnings("ignore:The Sora API:DeprecationWarning")  # OpenAI's own service, not the SDK
 def test_the_sdk_makes_and_downloads_a_video(pool: Deployment) -> None:
     with client(pool) as openai:
         video = openai.videos.create_and_poll(

@@ -11,6 +11,7 @@ import psutil
 import pytest
 
 import triptych
+from tests.e2e.conftest import Spawn
 from tests.e2e.harness import Api, Process, running, segments, until
 from triptych.launch.ports import free_ports
 
@@ -20,12 +21,10 @@ def family(process: Process) -> list[int]:
     return [child.pid for child in psutil.Process(process.pid).children(recursive=True)]
 
 
-def start_up(folder: Path, *words: str) -> tuple[Process, Api]:
+def start_up(spawn: Spawn, *words: str) -> tuple[Process, Api]:
     port, scheduler, *_ = free_ports(5)
-    process = Process(
-        "up",
-        ["up", "tiny", "--device", "cpu", "--port", str(port), "--scheduler-port", str(scheduler), *words],
-        folder,
+    process = spawn(
+        "up", "up", "tiny", "--device", "cpu", "--port", str(port), "--scheduler-port", str(scheduler), *words
     )
     until(lambda: "ready on http://" in process.output() or process.status is not None, "up being ready")
     assert process.status is None, process.output()
@@ -33,9 +32,9 @@ def start_up(folder: Path, *words: str) -> tuple[Process, Api]:
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGKILL], ids=["ctrl-c", "kill-9"])
-def test_up_leaves_no_process_and_no_segment(folder: Path, number: signal.Signals) -> None:
+def test_up_leaves_no_process_and_no_segment(spawn: Spawn, number: signal.Signals) -> None:
     before = segments()
-    process, api = start_up(folder, "--encoders", "1", "--denoisers", "1", "--decoders", "1")
+    process, api = start_up(spawn, "--encoders", "1", "--denoisers", "1", "--decoders", "1")
     api.make()
     api.close()
     children = family(process)
@@ -48,8 +47,8 @@ def test_up_leaves_no_process_and_no_segment(folder: Path, number: signal.Signal
     assert segments() - before == set()
 
 
-def test_up_starts_a_died_instance_again(folder: Path) -> None:
-    process, api = start_up(folder, "--replicas", "1")
+def test_up_starts_a_died_instance_again(spawn: Spawn) -> None:
+    process, api = start_up(spawn, "--replicas", "1")
     (pid,) = re.findall(r"replica-0 +pid (\d+) ", process.output())
     os.kill(int(pid), signal.SIGKILL)
     until(lambda: len(set(re.findall(r"replica-0 +pid (\d+) ", process.output()))) == 2, "the restart")
@@ -60,11 +59,15 @@ def test_up_starts_a_died_instance_again(folder: Path) -> None:
     assert process.stop(signal.SIGINT) == 0
 
 
-def test_up_with_a_model_that_is_not_there_ends_with_the_reason(folder: Path) -> None:
-    process = Process("up", ["up", "no-such-folder", "--device", "cpu", "--port", str(free_ports(1)[0])], folder)
+def test_up_with_a_model_that_is_not_there_ends_with_the_reason(spawn: Spawn) -> None:
+    port, scheduler, *_ = free_ports(5)
+    process = spawn("up", "up", "no-such-folder", "--device", "cpu", "--port", str(port),
+                    "--scheduler-port", str(scheduler))  # fmt: skip
     until(lambda: process.status is not None, "the end of up")
     assert process.status == 2
-    assert "no-such-folder" in process.output()
+    last = process.output().splitlines()[-1]
+    assert last.startswith("triptych up: error: ")
+    assert "'no-such-folder': no such folder" in last
 
 
 def test_a_pool_from_python(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -15,7 +15,7 @@ import sys
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Literal, TypeAlias
 
@@ -218,8 +218,7 @@ class Group:
         reason = _reason(code)
         child.discard()
         if code == EXIT_CONFIG and child.restarts == 0:
-            last = child.last_lines[-1] if child.last_lines else reason
-            self._failure = f"{child.spec.name} cannot start: {last}"
+            self._failure = f"{child.spec.name} cannot start: {_complaint(child.last_lines) or reason}"
             self._change(child, "failed", reason)
             self._stopping.set()
             return
@@ -245,6 +244,12 @@ class Group:
         child.state, child.detail = state, detail
         if self._on_change is not None:
             self._on_change(child.status())
+
+
+def _complaint(lines: Collection[str]) -> str:
+    """The last line that speaks of an error, else the last one."""
+    told = [line for line in lines if "error:" in line or "CRITICAL" in line] or list(lines)
+    return told[-1] if told else ""
 
 
 def _reason(code: int) -> str:
