@@ -16,6 +16,9 @@ from triptych.errors import BadRequest, Blame, NotReady, TriptychError
 
 log = logging.getLogger(__name__)
 
+CLIENT_CLOSED = 499
+"""What log and metrics see of a client that hung up; nobody else does."""
+
 RETRY_SECONDS = "5"
 """Retry-After of answers that time alone may change."""
 
@@ -39,6 +42,13 @@ class BodyTooLarge(BadRequest):
 
     status = 413
     code = "too_large"
+
+
+class BodyStalled(BadRequest):
+    """The request body stopped coming."""
+
+    status = 408
+    code = "body_stalled"
 
 
 class NotFinished(BadRequest):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import logging
 import re
 import secrets
@@ -9,11 +10,15 @@ import time
 
 from prometheus_client import CollectorRegistry, Counter, Histogram
 from starlette.datastructures import Headers, MutableHeaders
+from starlette.requests import ClientDisconnect
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from triptych.api.errors import BodyTooLarge, error_response, typed_response
+from triptych.api.errors import CLIENT_CLOSED, BodyStalled, BodyTooLarge, error_response, typed_response
 
 log = logging.getLogger(__name__)
+
+STALL_SECONDS = 60.0
+"""Longest silence in the middle of a request body."""
 
 _SANE_ID = re.compile(r"[A-Za-z0-9._-]{1,64}")
 _METHODS = frozenset({"GET", "HEAD", "POST", "PUT", "PATCH", "DELETE", "OPTIONS"})
@@ -72,6 +77,9 @@ class Gate:
 
         try:
             await self._answer(scope, headers, receive, labelled)
+        except ClientDisconnect:
+            status = status or CLIENT_CLOSED
+            log.info("request %s: the client hung up in the middle of its body", request_id)
         except Exception:
             log.exception("request %s failed: %s %s", request_id, scope["method"], scope["path"])
             if status:
@@ -86,12 +94,17 @@ class Gate:
         if length.isdecimal() and (len(length) > 15 or int(length) > self._max_body):
             await typed_response(self._too_large(length))(scope, receive, send)
             return
-        taken = 0
+        taken, whole = 0, False
 
         async def limited() -> Message:
-            nonlocal taken
-            message = await receive()
+            nonlocal taken, whole
+            try:
+                # Once the body is there, what comes is the client's hanging up, and that may take as long as it likes.
+                message = await asyncio.wait_for(receive(), None if whole else STALL_SECONDS)
+            except TimeoutError as error:
+                raise BodyStalled(None, f"nothing of the body came for {STALL_SECONDS:g} seconds") from error
             if message["type"] == "http.request":
+                whole = not message.get("more_body", False)
                 taken += len(message.get("body", b""))
                 if taken > self._max_body:
                     raise self._too_large(f"more than {self._max_body}")

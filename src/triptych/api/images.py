@@ -12,7 +12,7 @@ from fastapi import FastAPI, Request
 from starlette.responses import JSONResponse, Response
 
 from triptych.api.body import read_body
-from triptych.api.errors import DeadlinePassed, JobCancelled
+from triptych.api.errors import CLIENT_CLOSED, DeadlinePassed, JobCancelled
 from triptych.api.orders import Order, check_handoff, read_order
 from triptych.api.ready import need_schema
 from triptych.api.routes import STRICT, errors
@@ -27,9 +27,6 @@ from triptych.wire.schema import RequestSchema
 
 GRACE_SECONDS = 30.0
 """Beyond a job's own limits of waiting and running, for storing and for the router's clock."""
-
-CLIENT_CLOSED = 499
-"""What the log and the metrics see of a client that hung up; nobody else does."""
 
 
 class ImageRoutes:
@@ -51,7 +48,7 @@ class ImageRoutes:
                 methods=["POST"],
                 summary=summary,
                 response_model=Images,
-                responses=errors(400, 404, 409, 413, 415, 429, 500, 503, 504, 507),
+                responses=errors(400, 404, 408, 409, 413, 415, 429, 500, 503, 504, 507),
                 dependencies=STRICT,
                 tags=["images"],
             )

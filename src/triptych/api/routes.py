@@ -14,6 +14,7 @@ from triptych.errors import BadRequest
 _REASONS = {
     400: "The request can never succeed as it stands; `param` names the field.",
     404: "There is no such thing.",
+    408: "The body stopped coming.",
     409: "The job's state does not allow it.",
     413: "The body, or what it asks for, is too large.",
     415: "The body's content type is not read here.",

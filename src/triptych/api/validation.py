@@ -184,8 +184,7 @@ def _divisible(param: Param, value: int | float) -> str:
 def nearest(param: Param, value: float) -> int:
     """The legal value of an integer ``param`` closest to ``value``."""
     step, rest = param.multiple_of or 1, param.remainder
-    low, high = param.minimum or 0, INT64_MAX if param.maximum is None else param.maximum
+    low = 0 if param.minimum is None else int(param.minimum)
+    high = INT64_MAX if param.maximum is None else int(param.maximum)
     found = math.floor((value - rest) / step + 0.5) * step + rest
-    while found < low:
-        found += step
-    return found - step if found > high else found
+    return min(max(found, low + (rest - low) % step), high - (high - rest) % step)

@@ -89,12 +89,12 @@ def video_of(record: JobRecord) -> Video:
         completed_at=_whole(record.completed_at),
         expires_at=None,
         error=error_of(view),
-        model=record.metadata["model"],
+        model=record.metadata.get("model", ""),
         progress=progress_of(view),
         prompt=params.get("prompt"),
         remixed_from_video_id=None,
-        seconds=record.metadata["seconds"],
-        size=f"{file.width}x{file.height}" if file else record.metadata["size"],
+        seconds=record.metadata.get("seconds", ""),
+        size=f"{file.width}x{file.height}" if file else record.metadata.get("size", ""),
         status=status_of(record),
         started_at=_whole(record.started_at),
         stage=view.state.value,
@@ -129,7 +129,7 @@ class Videos:
     def add_to(self, app: FastAPI) -> None:
         """Add the routes."""
         for path, handler, method, summary, statuses in (
-            ("/v1/videos", self.create, "POST", "Start a video job", (400, 404, 413, 415, 429, 500, 503, 507)),
+            ("/v1/videos", self.create, "POST", "Start a video job", (400, 404, 408, 413, 415, 429, 500, 503, 507)),
             ("/v1/videos", self.page, "GET", "List video jobs", (400, 500)),
             ("/v1/videos/{video_id}", self.retrieve, "GET", "Look at a video job", (400, 404, 500)),
             ("/v1/videos/{video_id}", self.delete, "DELETE", "Cancel and delete a video job", (400, 404, 500)),

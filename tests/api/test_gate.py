@@ -1,0 +1,47 @@
+"""Bodies that stall or break off, over a real socket, and the id that every answer carries."""
+
+from __future__ import annotations
+
+import logging
+import socket
+from typing import Any
+
+import httpx
+import pytest
+
+from triptych.api import gate
+
+HEAD = b"POST /v1/videos HTTP/1.1\r\nhost: x\r\ncontent-type: application/json\r\ncontent-length: 100\r\n\r\n"
+
+
+def test_a_body_that_stalls_is_given_up(house: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(gate, "STALL_SECONDS", 0.3)
+    with socket.create_connection(("127.0.0.1", house.config.port), timeout=10) as wire:
+        wire.sendall(HEAD + b'{"prompt"')
+        answer = wire.recv(65536)
+    assert answer.startswith(b"HTTP/1.1 408 ")
+    assert b"0.3 seconds" in answer
+
+
+def test_a_client_that_breaks_off_its_body_is_no_error(house: Any, caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.INFO, logger="triptych.api")
+    with socket.create_connection(("127.0.0.1", house.config.port), timeout=10) as wire:
+        wire.sendall(HEAD + b'{"prompt"')
+    with httpx.Client(base_url=house.url) as http:
+        while "hung up" not in caplog.text:
+            assert http.get("/health").status_code == 200
+        assert 'status="499"' in http.get("/metrics").text
+    assert all(record.levelno < logging.WARNING for record in caplog.records if record.name.startswith("triptych.api"))
+
+
+def test_every_answer_carries_an_id_of_its_own(house: Any) -> None:
+    with httpx.Client(base_url=house.url) as http:
+        ids = {http.get(path).headers["x-request-id"] for path in ("/health", "/nothing", "/v1/videos?limit=0")}
+        assert len(ids) == 3
+        assert http.get("/health", headers={"x-request-id": "trace-1"}).headers["x-request-id"] == "trace-1"
+
+
+def test_no_other_origin_is_let_in(house: Any) -> None:
+    with httpx.Client(base_url=house.url) as http:
+        answer = http.get("/health", headers={"origin": "https://elsewhere.example"})
+    assert "access-control-allow-origin" not in answer.headers
