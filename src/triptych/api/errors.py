@@ -122,6 +122,8 @@ def typed_response(error: TriptychError) -> JSONResponse:
         headers["retry-after"] = RETRY_SECONDS
     if isinstance(error, RangeNotSatisfiable):
         headers["content-range"] = f"bytes */{error.size}"
+    if isinstance(error, BodyStalled):
+        headers["connection"] = "close"  # the rest of the body, if it ever comes, must not be read as a request
     if isinstance(error, BadRequest):
         return error_response(error.status, error.message, param=error.field, code=error.error_code, headers=headers)
     return error_response(error.status, error.message, code=error.code, headers=headers)

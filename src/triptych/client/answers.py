@@ -8,12 +8,13 @@ from typing import Any, Literal, cast
 
 import httpx
 
-from triptych.errors import TriptychError
+from triptych.errors import Blame, TriptychError
 
 
 class ServerUnreachable(TriptychError):
     """No answer came: wrong address, server down, or connection lost."""
 
+    blame = Blame.OPERATOR
     status = 503
     code = "server_unreachable"
 
@@ -28,6 +29,7 @@ class ClientTimeout(TriptychError):
 class RequestRefused(TriptychError):
     """The server answered with an error; ``message`` is its own, ``param`` the field that it blames."""
 
+    blame = Blame.CALLER
     code = "request_refused"
 
     def __init__(self, message: str, *, http_status: int, param: str | None, error_code: str | None) -> None:
