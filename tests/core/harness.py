@@ -142,7 +142,7 @@ class Bench:
 
     def copies_at(self, name: str) -> list[CopyId]:
         """What the router believes that an instance keeps."""
-        member = self.router._ledger.members.get(InstanceId(name))  # noqa: SLF001
+        member = self.router._ledger.members.get(InstanceId(name))
         return [] if member is None else list(member.copies)
 
     def _signed(self, name: str) -> dict[str, Any]:
@@ -169,9 +169,7 @@ class Bench:
             Output(consumer=role, manifest=manifest(copy, lease.request, name, nbytes=nbytes, life=life))
             for copy, role in made
         )
-        message = Staged(
-            **self._signed(name), lease=lease, outputs=outputs, compute_seconds=1.0, stage_seconds=0.125
-        )
+        message = Staged(**self._signed(name), lease=lease, outputs=outputs, compute_seconds=1.0, stage_seconds=0.125)
         return self.receive(message)
 
     def finished(self, name: str, lease: Lease) -> list[RouterAction]:

@@ -10,9 +10,7 @@ from triptych.ids import RequestId
 
 
 def job(number: int) -> Job:
-    return Job(
-        request=RequestId(f"r{number}"), number=number, params={}, queue_timeout=1.0, run_timeout=1.0, since=0.0
-    )
+    return Job(request=RequestId(f"r{number}"), number=number, params={}, queue_timeout=1.0, run_timeout=1.0, since=0.0)
 
 
 def test_a_request_that_comes_back_goes_before_those_accepted_later() -> None:

@@ -29,10 +29,17 @@ def test_a_request_passes_all_states_and_ends_once() -> None:
     bench.denoise(request)
     assert [m.copy for m in bench.run("decoder").inputs] == ["r/denoiser.1"]
     bench.decode(request)
-    assert bench.states(request) == (
-        "encoder_waiting encoder_running encoder_done denoising_waiting denoising_running denoising_done "
-        "decoder_waiting decoder_running done"
-    ).split()
+    assert bench.states(request) == [
+        "encoder_waiting",
+        "encoder_running",
+        "encoder_done",
+        "denoising_waiting",
+        "denoising_running",
+        "denoising_done",
+        "decoder_waiting",
+        "decoder_running",
+        "done",
+    ]
     assert bench.router.view(request) is None
     assert bench.router.views() == ()
 

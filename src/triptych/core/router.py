@@ -75,11 +75,12 @@ class Router:
     def handle(self, event: RouterEvent, now: float) -> list[RouterAction]:
         """Apply ``event`` at ``now`` (seconds of any monotonic clock) and return what is to be done, in order."""
         ledger = self._ledger
-        if self._started and now - ledger.now > _STALL:
-            self._membership.forgive()
+        stalled = self._started and now - ledger.now > _STALL
         self._started = True
         ledger.now = now
         ledger.out = []
+        if stalled:
+            self._membership.forgive()
         match event:
             case Received(message=message):
                 self._receive(message)
