@@ -103,7 +103,9 @@ def test_a_job_shows_its_stage_and_steps_while_it_runs(http: httpx.Client, house
     (lease,) = [lease for lease in house.held if lease.request == video["id"]]
     house.held.pop(lease).let_go(lease)
     until(lambda: http.get(path).json()["status"] == "completed")
-    assert [timing["role"] for timing in http.get(path).json()["timings"]] == ["encoder", "denoiser", "decoder"]
+    done = http.get(path).json()
+    assert (done["step"], done["steps"]) == (10, 10)
+    assert [timing["role"] for timing in done["timings"]] == ["encoder", "denoiser", "decoder"]
 
 
 def test_a_seed_is_drawn_and_told_when_none_is_given(http: httpx.Client) -> None:

@@ -159,6 +159,7 @@ BAD_FIELDS: list[tuple[dict[str, Any], str, list[str]]] = [
     ({"input_reference": "https://host/cat.png"}, "input_reference", ["takes no image"]),
     ({"num_inference_step": 20}, "num_inference_step", ["did you mean 'num_inference_steps'"]),
     ({"sise": "128x128"}, "sise", ["did you mean 'size'"]),
+    ({"steps": 20}, "steps", ["did you mean 'num_inference_steps'"]),
     ({"zzz": 1}, "zzz", ["known are", "prompt"]),
     ({"response_format": "url"}, "response_format", ["not a field"]),
     ({"../../etc/passwd" * 20: 1}, ("../../etc/passwd" * 20)[:60], ["not a field"]),

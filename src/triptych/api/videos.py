@@ -43,6 +43,8 @@ _REACHED: dict[JobState, int] = {
 }
 """Per cent done on reaching a state; steps fill the room between 5 and 90."""
 
+_DENOISED = frozenset({JobState.DENOISING_DONE, JobState.DECODER_WAITING, JobState.DECODER_RUNNING, JobState.DONE})
+
 
 def status_of(record: JobRecord) -> Status:
     """OpenAI's word for the state of a job."""
@@ -83,6 +85,7 @@ def video_of(record: JobRecord) -> Video:
     """A job as OpenAI's video object."""
     view, params = record.view, record.params
     file = record.files[0] if record.files else None
+    steps = view.steps or int(params.get("num_inference_steps", 0))  # the view counts only while they run
     return Video(
         id=record.id,
         created_at=int(record.created_at),
@@ -98,8 +101,8 @@ def video_of(record: JobRecord) -> Video:
         status=status_of(record),
         started_at=_whole(record.started_at),
         stage=view.state.value,
-        step=view.step,
-        steps=view.steps,
+        step=steps if view.state in _DENOISED else view.step,
+        steps=steps,
         attempt=view.attempt,
         position=view.position,
         waiting_seconds=view.waiting_seconds,
