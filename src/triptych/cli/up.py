@@ -69,7 +69,7 @@ def _await_ready(plan: GroupPlan, group: Group, stop: threading.Event) -> None:
         if now_missing is None:
             print(f"ready on {plan.url}", flush=True)
             return
-        if now_missing != missing and not now_missing.startswith("no answer"):
+        if now_missing and now_missing != missing:
             missing = now_missing
             print(f"waiting: {missing}", flush=True)
 

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Callable
 from typing import Self
 
 from triptych.errors import TriptychError
 from triptych.launch.args import ServerArgs
-from triptych.launch.group import Group, ProcessStatus
+from triptych.launch.group import Group, ProcessStatus, print_line
 from triptych.launch.plan import Gpus, GroupPlan, plan_pool
 from triptych.launch.probe import probe
 
@@ -32,14 +33,14 @@ class Pool:
         Raises `LaunchError` when that takes longer than ``timeout`` seconds or can never be, with the reason.
         """
         deadline = time.monotonic() + timeout
-        reason = "it has not answered"
+        reason = ""
         while time.monotonic() < deadline:
             if self._group.wait(0.1):
                 raise LaunchError(self._group.failure or "the pool was stopped")
             reason = probe(self.url)
             if reason is None:
                 return self
-        raise LaunchError(f"{self.url} is not ready after {timeout:g} s: {reason}")
+        raise LaunchError(f"{self.url} is not ready after {timeout:g} s: {reason or 'no answer'}")
 
     def statuses(self) -> tuple[ProcessStatus, ...]:
         """How each process is doing."""
@@ -62,13 +63,15 @@ def launch_pool_disagg_server(
     encoder_gpus: Gpus,
     denoiser_gpus: Gpus,
     decoder_gpus: Gpus,
+    output: Callable[[str, str], None] = print_line,
 ) -> Pool:
     """Start a server and its role instances on this machine; each inner list is the GPUs of one instance.
 
-    Returns at once: call `Pool.wait_ready`. With ``device="cpu"`` the lists say how many instances there are. Raises
-    `ConfigError` for a pool that cannot work.
+    Returns at once: call `Pool.wait_ready`. With ``device="cpu"`` the lists say how many instances there are.
+    ``output`` is given the name of a process and each line that it prints. Raises `ConfigError` for a pool that cannot
+    work.
     """
     plan = plan_pool(server_args, encoder_gpus=encoder_gpus, denoiser_gpus=denoiser_gpus, decoder_gpus=decoder_gpus)
-    group = Group(plan.processes)
+    group = Group(plan.processes, output=output)
     group.start()
     return Pool(plan, group)
