@@ -64,8 +64,8 @@ def imports(path: Path) -> Iterator[str]:
             assert node.level == 0, f"{path}: imports are absolute in this house"
             assert node.module is not None
             yield node.module
-            if node.module == "triptych":
-                yield from (f"triptych.{alias.name}" for alias in node.names)
+            if node.module == "triptych":  # a name in there is a package of the house, or the version
+                yield from (f"triptych.{alias.name}" for alias in node.names if not alias.name.startswith("__"))
 
 
 def files() -> list[Path]:
