@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from triptych.core.events import JobState, JobView, StageTiming
-from triptych.core.states import is_running, is_waiting, transition
+from triptych.core.states import COUNTS_AS_RUNNING, COUNTS_AS_WAITING, transition
 from triptych.ids import ROLES, CopyId, InstanceId, RequestId, Role
 from triptych.wire.manifest import Manifest
 from triptych.wire.messages import ErrorInfo, Lease
@@ -108,25 +108,25 @@ class Job:
     def move(self, state: JobState, now: float) -> None:
         """Enter ``state``, closing the clock of the old one. Raises `IllegalTransition` and changes nothing."""
         new = transition(self.state, state)
-        if is_running(self.state):
+        if self.state in COUNTS_AS_RUNNING:
             self.ran += now - self.since
-        elif is_waiting(self.state):
+        elif self.state in COUNTS_AS_WAITING:
             self.waited += now - self.since
         self.state = new
         self.since = now
 
     def clocks(self, now: float) -> tuple[float, float]:
         """Seconds spent waiting and running so far."""
-        if is_running(self.state):
+        if self.state in COUNTS_AS_RUNNING:
             return self.waited, self.ran + now - self.since
-        if is_waiting(self.state):
+        if self.state in COUNTS_AS_WAITING:
             return self.waited + now - self.since, self.ran
         return self.waited, self.ran
 
     @property
     def deadline(self) -> float:
         """When the timeout of the present state strikes if nothing changes."""
-        if is_running(self.state):
+        if self.state in COUNTS_AS_RUNNING:
             return self.since + self.run_timeout - self.ran
         return self.since + self.queue_timeout - self.waited
 

@@ -10,7 +10,7 @@ settle what is still there, then line up for the earliest stage that has to be d
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 
 from triptych.config import RouterConfig
 from triptych.core.deadlines import Deadlines
@@ -204,8 +204,10 @@ class Ledger:
 
     # -- copies -------------------------------------------------------------------------------------------------
 
-    def release(self, copies: Iterable[Copy]) -> None:
+    def release(self, copies: Sequence[Copy]) -> None:
         """Strike out copies that nobody will read and have their memory freed."""
+        if not copies:
+            return
         freed: dict[InstanceId, list[CopyId]] = {}
         for copy in copies:
             self.strike(copy)
@@ -261,8 +263,6 @@ class Ledger:
 
     def refresh(self, member: Member) -> None:
         """Keep the sets of open instances true after a change of slots or copies."""
-        if self.members.get(member.id) is not member:
-            return
         for role in member.hello.roles:
             if member.has_room(role):
                 self.open[role][member.id] = member

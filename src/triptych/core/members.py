@@ -14,6 +14,8 @@ from triptych.wire.messages import Hello, Lease
 class Member:
     """A live instance."""
 
+    id: InstanceId
+    epoch: Epoch
     hello: Hello
     ordinal: int
     """Order of joining."""
@@ -33,14 +35,6 @@ class Member:
     odd_leases: frozenset[Lease] = frozenset()
     odd_copies: frozenset[CopyId] = frozenset()
     """What its last heartbeat listed and the router does not know."""
-
-    @property
-    def id(self) -> InstanceId:
-        return self.hello.instance
-
-    @property
-    def epoch(self) -> Epoch:
-        return self.hello.epoch
 
     @property
     def free(self) -> int:

@@ -81,7 +81,13 @@ class Membership:
         if prints - {message.fingerprint}:
             detail = f"{message.fingerprint} beside {', '.join(sorted(prints))}: results may differ in the last bits"
             ledger.count("fingerprint_differs", detail, message.instance)
-        member = Member(hello=message, ordinal=ledger.next_ordinal(), seen=ledger.now)
+        member = Member(
+            id=message.instance,
+            epoch=message.epoch,
+            hello=message,
+            ordinal=ledger.next_ordinal(),
+            seen=ledger.now,
+        )
         ledger.join(member)
         ledger.count("instance_joined", f"{', '.join(message.roles)} at {message.work_url}", message.instance)
         for lease in message.leases:

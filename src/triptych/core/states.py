@@ -69,8 +69,11 @@ _ROLE_OF: dict[JobState, Role] = {
     state: role for table in (WAITING, RUNNING, FINISHED) for role, state in table.items()
 }
 
-_WAITING_STATES = frozenset(WAITING.values()) | {JobState.PENDING}
-_RUNNING_STATES = frozenset(RUNNING.values())
+COUNTS_AS_WAITING: frozenset[JobState] = frozenset(WAITING.values()) | {JobState.PENDING}
+"""States in which time counts against the queue timeout."""
+
+COUNTS_AS_RUNNING: frozenset[JobState] = frozenset(RUNNING.values())
+"""States in which time counts against the run timeout."""
 
 
 class IllegalTransition(TriptychError):
@@ -97,11 +100,6 @@ def role_of(state: JobState) -> Role | None:
     return _ROLE_OF.get(state)
 
 
-def is_waiting(state: JobState) -> bool:
-    """Whether time spent in this state counts against the queue timeout."""
-    return state in _WAITING_STATES
-
-
 def is_running(state: JobState) -> bool:
     """Whether time spent in this state counts against the run timeout."""
-    return state in _RUNNING_STATES
+    return state in COUNTS_AS_RUNNING

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 from triptych.core.job import Job
 from triptych.core.ledger import Ledger
-from triptych.core.states import is_running
+from triptych.core.states import COUNTS_AS_RUNNING
 from triptych.wire.messages import ErrorInfo
 
 
 def timeout_error(ledger: Ledger, job: Job) -> ErrorInfo:
     """The error of a request whose waiting or running time is used up."""
     waited, ran = job.clocks(ledger.now)
-    if is_running(job.state):
+    if job.state in COUNTS_AS_RUNNING:
         where = f" on {job.grant.instance}" if job.grant is not None else ""
         message = (
             f"run timeout: {ran:.1f} s of running were used up (limit {job.run_timeout:g} s) in {job.state}{where}, "

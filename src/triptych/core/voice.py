@@ -4,8 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-from msgspec.structs import replace
-
 from triptych.core.events import Pulled, Usage
 from triptych.ids import CopyId, Epoch
 from triptych.wire.manifest import Manifest
@@ -22,6 +20,7 @@ from triptych.wire.messages import (
     StageFailed,
     Started,
     Stopped,
+    replace,
 )
 
 

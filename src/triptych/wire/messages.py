@@ -9,6 +9,7 @@ from __future__ import annotations
 from typing import Any, Literal, TypeAlias
 
 import msgspec
+from msgspec.structs import replace as replace
 
 from triptych.ids import CopyId, Epoch, InstanceId, RequestId, Role
 from triptych.wire.manifest import Manifest
