@@ -43,9 +43,15 @@ class Trio:
         for role in ROLES:
             keeps = encoder_keeps if role is Role.ENCODER else ()
             folder = lone_folder(model, role, work / role, keeps=keeps)
-            self.pipelines[role] = load_pipeline(
-                ModelConfig(path=str(folder), device="cpu", dtype=dtype), (role,), "cpu"
-            )
+            config = ModelConfig(path=str(folder), device="cpu", dtype=dtype)
+            self.pipelines[role] = load_pipeline(config, (role,), "cpu")
+
+    @classmethod
+    def of(cls, pipelines: dict[Role, ModularRolePipeline]) -> Trio:
+        """Of pipelines that are loaded already."""
+        trio = cls.__new__(cls)
+        trio.pipelines = pipelines
+        return trio
 
     def start(self, role: Role, params: Mapping[str, Any], inbox: Inbox, images: Sequence[bytes] = ()) -> StageRun:
         return self.pipelines[role].start(role, params, inbox[role], images if role is Role.ENCODER else ())

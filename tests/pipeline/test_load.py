@@ -65,9 +65,8 @@ def test_roles_in_one_process_give_the_same_as_three(checkpoint: Checkpoint, tmp
     trio = Trio(checkpoint("wan_t2v"), tmp_path)
     (expected,) = trio.generate(REQUEST)
     one = load(checkpoint("wan_t2v"), *ROLES)
-    trio.pipelines = dict.fromkeys(ROLES, one)
     assert one.roles == ROLES
-    (clip,) = trio.generate(REQUEST)
+    (clip,) = Trio.of(dict.fromkeys(ROLES, one)).generate(REQUEST)
     assert (clip.frames == expected.frames).all()
 
 

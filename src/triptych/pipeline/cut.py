@@ -105,7 +105,7 @@ def _writes(part: Any) -> frozenset[str]:
 def _executed(pipeline_class: str, blocks: Any) -> tuple[frozenset[str], Any]:
     """The least conditioning inputs under which every required entry has a producer, and the blocks that then run."""
     declared = {entry.name for entry in blocks.inputs if entry.name}
-    missing: list[str] = []
+    refusal = "its blocks take no prompt"
     for given in (("prompt",), ("prompt", "image")):
         if not declared.issuperset(given):
             continue
@@ -113,11 +113,8 @@ def _executed(pipeline_class: str, blocks: Any) -> tuple[frozenset[str], Any]:
         missing = _unproduced(executed, set(given))
         if not missing:
             return frozenset(given), executed
-    raise ModelError(
-        f"{pipeline_class} cannot be served: with a prompt and an image its blocks still lack {', '.join(missing)}"
-        if missing
-        else f"{pipeline_class} cannot be served: its blocks take no prompt"
-    )
+        refusal = f"given {' and '.join(given)}, its blocks still lack {', '.join(missing)}"
+    raise ModelError(f"{pipeline_class} cannot be served: {refusal}")
 
 
 def _unproduced(executed: Any, known: set[str]) -> list[str]:

@@ -56,7 +56,8 @@ _WAN = Family(
     encoder_needs_guider=True,
     exact_timestep=True,
 )
-_WAN_I2V = replace(_WAN, preset=replace(_WAN.preset, num_inference_steps=40))
+# Its blocks do not repeat the image's embeddings, so one output at a time is all that it can make.
+_WAN_I2V = replace(_WAN, preset=replace(_WAN.preset, num_inference_steps=40, max_n=1), text_length=512)
 _WAN22 = replace(_WAN, preset=replace(_WAN.preset, num_inference_steps=40, guidance_scale=4.0))
 
 MODULAR_NAMES: dict[str, str] = {
@@ -73,7 +74,7 @@ Diffusers' own table answers for others, at the price of importing every pipelin
 
 FAMILIES: dict[str, Family] = {
     "WanModularPipeline": _WAN,
-    "WanImage2VideoModularPipeline": replace(_WAN_I2V, text_length=512),
+    "WanImage2VideoModularPipeline": _WAN_I2V,
     "Wan22ModularPipeline": _WAN22,
     "Wan22Image2VideoModularPipeline": replace(_WAN22, preset=replace(_WAN22.preset, guidance_scale=3.5)),
     "QwenImageModularPipeline": Family(

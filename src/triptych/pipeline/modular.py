@@ -102,7 +102,7 @@ class ModularRolePipeline:
         images: Sequence[bytes],
     ) -> StageRun:
         loaded = self._loaded[role]
-        view = request_view(loaded.pipeline, guider_settings(self._family, params, encoder=role is Role.ENCODER))
+        view = request_view(loaded.pipeline, self._family, params, encoder=role is Role.ENCODER)
         if role is Role.ENCODER:
             return _WholeStage(self, role, view, _state(first_state(self._cut.whole, params, images), {}), params)
         state = self._received(role, inputs)
@@ -152,7 +152,7 @@ class ModularRolePipeline:
         return self._loaded[role].blocks
 
 
-def request_view(pipeline: Any, guidance: Mapping[str, Any]) -> Any:
+def request_view(pipeline: Any, family: Family, params: Mapping[str, Any], *, encoder: bool) -> Any:
     """A shallow copy of a role's pipeline for one request: weights shared; schedulers and guiders its own."""
     view = copy.copy(pipeline)
     for name, component in pipeline.components.items():
@@ -161,7 +161,7 @@ def request_view(pipeline: Any, guidance: Mapping[str, Any]) -> Any:
         if hasattr(component, "set_timesteps"):
             setattr(view, name, copy.deepcopy(component))
         elif hasattr(component, "prepare_models"):
-            setattr(view, name, component.new(**guidance))
+            setattr(view, name, component.new(**guider_settings(family, params, name, encoder=encoder)))
     return view
 
 

@@ -12,7 +12,7 @@ from PIL import Image, ImageOps
 
 from triptych.errors import BadRequest
 from triptych.pipeline.families import Family
-from triptych.pipeline.schema import COUNT_INPUTS
+from triptych.pipeline.schema import COUNT_INPUTS, SECOND_GUIDER
 from triptych.wire.schema import Param, RequestSchema
 
 _STATE_NAMES = (
@@ -52,9 +52,11 @@ def first_state(blocks: Any, params: Mapping[str, Any], images: Sequence[bytes])
     return {entry.name: known.get(entry.name, entry.default) for entry in blocks.inputs if entry.name}
 
 
-def guider_settings(family: Family, params: Mapping[str, Any], *, encoder: bool) -> dict[str, Any]:
-    """What to change in the pipeline's guiders for one request."""
+def guider_settings(family: Family, params: Mapping[str, Any], guider: str, *, encoder: bool) -> dict[str, Any]:
+    """What to change in the pipeline's component ``guider`` for one request."""
     scale = params.get("guidance_scale")
+    if guider == SECOND_GUIDER and params.get("guidance_scale_2") is not None:
+        scale = params["guidance_scale_2"]
     if scale is None or (encoder and family.encoder_needs_guider):
         return {}
     scale = float(scale) + family.guidance_offset

@@ -19,7 +19,14 @@ SETTINGS = "triptych.json"
 COUNT_INPUTS = ("num_videos_per_prompt", "num_images_per_prompt")
 """What pipelines call the number of outputs."""
 
+SECOND_GUIDER = "guider_2"
+"""Component that guides the second transformer, where there is one."""
+
 MAX_SEED = float(2**63 - 1)
+_ITEM_BYTES = 4
+_SLACK = 1 << 16
+"""Room for the random generator, masks and alignment."""
+
 MAX_PROMPT = 32_768
 """Characters; the tokenizer cuts at max_sequence_length anyway."""
 
@@ -107,14 +114,15 @@ class _Builder:
         channels = self._fact("num_channels_latents", 16)
         if "image" in self._parts.given:
             channels = max(channels, int(_config(self._whole, "transformer", "in_channels") or channels))
+        text = next((int(p.maximum or 0) for p in self._sequence_length()), 512)
         width = sum(_hidden_size(component) for component in self._whole.components.values())
-        longest = self._limit("max_sequence_length") or self._default("max_sequence_length") or 512
+        picture = sum(_picture_size(component) for component in self._whole.components.values())
         return HandoffSize(
             channels=channels,
             spatial=self._spatial,
             temporal=self._temporal,
-            item_bytes=4,
-            text_bytes=int(2 * 4 * longest * width + (1 << 16)),
+            item_bytes=_ITEM_BYTES,
+            text_bytes=_ITEM_BYTES * (2 * text * width + picture) + _SLACK,
         )
 
     # -- single parameters ----------------------------------------------------------------------------------------
@@ -133,19 +141,19 @@ class _Builder:
     def _side(self, name: str) -> Param:
         multiple = self._side_multiple
         most = self._limit("max_side") or 2048
-        most -= most % multiple
-        default = self._default(name) or self._fact(f"default_{name}", 0) or min(most, 512)
-        return Param(name=name, type="integer", default=default, minimum=multiple, maximum=most, multiple_of=multiple,
-                     description="Pixels.")  # fmt: skip
+        default = self._default(name) or self._fact(f"default_{name}", 512)
+        return _stepped(name, default, multiple, 0, most, "Pixels.", least=multiple)
 
     def _video(self) -> list[Param]:
         params: list[Param] = []
         if "num_frames" in self._inputs:
             most = self._limit("max_frames") or 257
             default = self._default("num_frames") or self._fact("default_num_frames", 1)
-            params.append(Param(name="num_frames", type="integer", default=default, minimum=1, maximum=most,
-                                multiple_of=self._temporal, remainder=1 % self._temporal,
-                                description="Frames of the clip; 1 gives an image."))  # fmt: skip
+            params.append(
+                _stepped(
+                    "num_frames", default, self._temporal, 1, most, "Frames of the clip; 1 gives an image.", least=1
+                )
+            )
         params.append(Param(name="fps", type="integer", default=self._default("fps"), minimum=1, maximum=120,
                             description="Frames per second of the file."))  # fmt: skip
         return params
@@ -154,8 +162,9 @@ class _Builder:
         default = self._default("num_inference_steps") or self._inputs["num_inference_steps"].default or 50
         # A schedule that is stretched to end at a given noise level divides by the length of its first step.
         least = 2 if _config(self._whole, "scheduler", "shift_terminal") else 1
-        return Param(name="num_inference_steps", type="integer", default=default, minimum=least,
-                     maximum=self._limit("max_steps"), description="Denoising steps.")  # fmt: skip
+        return _stepped(
+            "num_inference_steps", default, 1, 0, self._limit("max_steps") or 200, "Denoising steps.", least
+        )
 
     def _guidance(self) -> list[Param]:
         offset = self._family.guidance_offset
@@ -166,10 +175,13 @@ class _Builder:
         else:
             return []
         preset = self._default("guidance_scale")
-        return [Param(name="guidance_scale", type="number", default=float(default if preset is None else preset),
-                      minimum=least, maximum=100.0,
-                      description="How strongly the prompt steers; the minimum turns guidance off."),
-               ]  # fmt: skip
+        found = [Param(name="guidance_scale", type="number", default=float(default if preset is None else preset),
+                       minimum=least, maximum=100.0,
+                       description="How strongly the prompt steers; the minimum turns guidance off.")]  # fmt: skip
+        if getattr(self._whole, SECOND_GUIDER, None) is not None:
+            found.append(Param(name="guidance_scale_2", type="number", nullable=True, minimum=least, maximum=100.0,
+                               description="The same for the second transformer; None is guidance_scale."))  # fmt: skip
+        return found
 
     def _sequence_length(self) -> list[Param]:
         if "max_sequence_length" not in self._inputs:
@@ -231,6 +243,22 @@ class _Builder:
         return {"max_side": table * self._patch[-1] * self._spatial, "max_frames": frames}
 
 
+def _stepped(name: str, default: int, multiple: int, remainder: int, most: int, description: str, least: int) -> Param:
+    """An integer parameter whose default and maximum are legal values themselves."""
+    most -= (most - remainder) % multiple
+    default = min(default, most)
+    return Param(
+        name=name,
+        type="integer",
+        default=default - (default - remainder) % multiple,
+        minimum=least,
+        maximum=most,
+        multiple_of=multiple if multiple > 1 else None,
+        remainder=remainder % multiple,
+        description=description,
+    )
+
+
 def guider_scale(pipeline: Any) -> float | None:
     """Scale of the pipeline's own guider; None when it has none."""
     scale = getattr(getattr(pipeline, "guider", None), "guidance_scale", None)
@@ -246,7 +274,17 @@ def _config(pipeline: Any, component: str, key: str) -> Any:
     return getattr(getattr(getattr(pipeline, component, None), "config", None), key, None)
 
 
+def _picture_size(component: Any) -> int:
+    """Numbers in an image encoder's output: one vector a patch, and one for the whole."""
+    config = getattr(component, "config", None)
+    side, patch, width = (getattr(config, name, None) for name in ("image_size", "patch_size", "hidden_size"))
+    if not (isinstance(side, int) and isinstance(patch, int) and isinstance(width, int)):
+        return 0
+    return ((side // patch) ** 2 + 1) * width
+
+
 def _hidden_size(component: Any) -> int:
+    """Width of a text encoder's output; 0 for anything else."""
     config = getattr(component, "config", None)
     config = getattr(config, "text_config", config)
     for name in ("d_model", "hidden_size"):

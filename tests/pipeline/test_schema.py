@@ -1,0 +1,210 @@
+"""What requests may say: declared inputs, the model's config, its settings file and the presets."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from triptych.config import ModelConfig
+from triptych.errors import BadRequest, ModelError
+from triptych.ids import ROLES, Role
+from triptych.models import EMBEDDED
+from triptych.pipeline.load import load_pipeline
+from triptych.pipeline.modular import ModularRolePipeline
+from triptych.wire.schema import RequestSchema
+
+Get = Callable[[str], ModularRolePipeline]
+
+
+def load(path: Path | str, role: Role = Role.DECODER) -> ModularRolePipeline:
+    return load_pipeline(ModelConfig(path=str(path), device="cpu"), (role,), "cpu")
+
+
+@pytest.fixture(scope="module")
+def loaded(checkpoint: Callable[[str], Path]) -> Get:
+    made: dict[str, ModularRolePipeline] = {}
+
+    def get(family: str) -> ModularRolePipeline:
+        if family not in made:
+            made[family] = load("tiny" if family == "tiny" else checkpoint(family), Role.ENCODER)
+        return made[family]
+
+    return get
+
+
+def names(schema: RequestSchema) -> list[str]:
+    return [param.name for param in schema.params]
+
+
+def test_every_role_announces_the_same_schema(checkpoint: Callable[[str], Path]) -> None:
+    schemas = [load(checkpoint("wan_t2v"), role).schema for role in ROLES]
+    assert schemas[0] == schemas[1] == schemas[2]
+
+
+def test_the_embedded_model_takes_its_values_from_its_settings_file(loaded: Get) -> None:
+    schema = loaded("tiny").schema
+    assert (schema.model, schema.pipeline, schema.split) == ("tiny", "WanPipeline", "modular")
+    assert (schema.task, schema.output) == ("text-to-video", "video")
+    settings = json.loads((EMBEDDED["tiny"] / "triptych.json").read_text())
+    defaults = {param.name: param.default for param in schema.params}
+    assert {name: defaults[name] for name in settings["defaults"]} == settings["defaults"]
+    limits = {param.name: param.maximum for param in schema.params}
+    assert limits["height"] == limits["width"] == settings["limits"]["max_side"]
+    assert limits["num_frames"] == settings["limits"]["max_frames"]
+    assert limits["num_inference_steps"] == settings["limits"]["max_steps"]
+    assert limits["max_sequence_length"] == settings["limits"]["max_sequence_length"]
+
+
+def test_wan_without_settings_has_the_published_values_within_its_position_table(loaded: Get) -> None:
+    schema = loaded("wan_t2v").schema
+    assert names(schema) == [
+        "prompt", "negative_prompt", "height", "width", "num_frames", "fps", "num_inference_steps", "guidance_scale",
+        "seed", "max_sequence_length", "n", "output_format",
+    ]  # fmt: skip
+    values = {param.name: param for param in schema.params}
+    # rope_max_seq_len is 32: 32 patches of two latents of eight pixels, 32 latent frames of four. The published width
+    # of 832 does not fit that.
+    assert [values[name].default for name in ("height", "width", "num_frames", "fps")] == [480, 512, 81, 16]
+    assert [values[name].default for name in ("num_inference_steps", "guidance_scale")] == [50, 5.0]
+    assert (values["width"].maximum, values["width"].multiple_of) == (512, 16)
+    assert (values["num_frames"].maximum, values["num_frames"].multiple_of, values["num_frames"].remainder) == (
+        125,
+        4,
+        1,
+    )
+    assert values["output_format"].choices == ("mp4", "png", "jpeg", "webp")
+
+
+def test_the_default_size_lies_within_the_limits(loaded: Get) -> None:
+    for family in ("tiny", "wan_t2v", "qwen_t2i", "flux", "z_image", "wan_i2v", "wan22_t2v"):
+        for param in loaded(family).schema.params:
+            if isinstance(param.default, (int, float)) and param.maximum is not None:
+                assert param.minimum is not None
+                assert param.minimum <= param.default <= param.maximum, (family, param)
+            if param.multiple_of is not None and isinstance(param.default, int):
+                assert (param.default - param.remainder) % param.multiple_of == 0, (family, param)
+
+
+def test_image_models_have_no_frames(loaded: Get) -> None:
+    schema = loaded("qwen_t2i").schema
+    assert (schema.task, schema.output) == ("text-to-image", "image")
+    assert {"num_frames", "fps"}.isdisjoint(names(schema))
+    values = {param.name: param for param in schema.params}
+    assert values["output_format"].choices == ("png", "jpeg", "webp")
+    assert values["height"].multiple_of == 16
+    assert values["num_inference_steps"].minimum == 2, "one step of a schedule with a terminal shift divides by zero"
+
+
+def test_flux_takes_no_negative_prompt(loaded: Get) -> None:
+    assert "negative_prompt" not in names(loaded("flux").schema)
+
+
+def test_z_image_counts_guidance_from_zero(loaded: Get) -> None:
+    guidance = loaded("z_image").schema.param("guidance_scale")
+    assert guidance is not None
+    assert (guidance.minimum, guidance.default) == (0.0, 0.0)
+
+
+def test_image_to_video_needs_an_image_and_a_fixed_text_length(loaded: Get) -> None:
+    schema = loaded("wan_i2v").schema
+    assert schema.task == "image-to-video"
+    image, length = schema.param("image"), schema.param("max_sequence_length")
+    assert image is not None
+    assert length is not None
+    assert image.required
+    assert (length.minimum, length.default, length.maximum) == (512, 512, 512)
+    count = schema.param("n")
+    assert count is not None
+    assert count.maximum == 1
+
+
+def test_handoff_bounds_what_crosses(loaded: Get) -> None:
+    handoff = loaded("wan_t2v").schema.handoff
+    assert handoff is not None
+    assert (handoff.channels, handoff.spatial, handoff.temporal) == (16, 8, 4)
+    run = loaded("wan_t2v").start(
+        Role.ENCODER, {"prompt": "a", "height": 32, "width": 32, "num_frames": 5, "max_sequence_length": 512}, [], ()
+    )
+    result = run.advance()
+    assert result is not None
+    crossing = sum(tensor.nbytes for output in result.outputs for tensor in output.tensors)
+    assert 0 < crossing <= handoff.text_bytes
+
+
+@pytest.mark.parametrize(
+    ("settings", "named"),
+    [
+        ("{", "not JSON"),
+        ("[]", "entries defaults and limits"),
+        ('{"default": {}}', "entries defaults and limits"),
+        ('{"limits": {"max_size": 3}}', "limits has no entry 'max_size'"),
+        ('{"defaults": {"height": "tall"}}', "defaults.height must be a number"),
+        ('{"defaults": {"height": true}}', "defaults.height must be a number"),
+        ('{"defaults": []}', "defaults must be an object"),
+    ],
+)
+def test_a_wrong_settings_file_is_an_error(
+    checkpoint: Callable[[str], Path], tmp_path: Path, settings: str, named: str
+) -> None:
+    folder = tmp_path / "model"
+    shutil.copytree(checkpoint("wan_t2v"), folder)
+    (folder / "triptych.json").write_text(settings)
+    with pytest.raises(ModelError, match=named):
+        load(folder)
+
+
+VALID: dict[str, Any] = {"prompt": "a cat", "height": 32, "width": 32, "num_frames": 5}
+
+
+@pytest.mark.parametrize(
+    ("change", "field"),
+    [
+        ({"strength": 0.5}, "strength"),
+        ({"latents": 1}, "latents"),
+        ({"prompt": None}, "prompt"),
+        ({"prompt": 5}, "prompt"),
+        ({"prompt": "x" * 40_000}, "prompt"),
+        ({"negative_prompt": ["a"]}, "negative_prompt"),
+        ({"height": 40}, "height"),
+        ({"height": 0}, "height"),
+        ({"height": "32"}, "height"),
+        ({"height": True}, "height"),
+        ({"width": 1024}, "width"),
+        ({"num_frames": 6}, "num_frames"),
+        ({"num_frames": -3}, "num_frames"),
+        ({"num_inference_steps": 0}, "num_inference_steps"),
+        ({"num_inference_steps": 2.0}, "num_inference_steps"),
+        ({"guidance_scale": 0.5}, "guidance_scale"),
+        ({"guidance_scale": float("nan")}, "guidance_scale"),
+        ({"seed": -1}, "seed"),
+        ({"seed": 2**64}, "seed"),
+        ({"n": 99}, "n"),
+        ({"max_sequence_length": None}, "max_sequence_length"),
+        ({"output_format": "gif"}, "output_format"),
+        ({"fps": 0}, "fps"),
+    ],
+)
+@pytest.mark.parametrize("role", [Role.ENCODER])
+def test_what_the_schema_does_not_allow_is_refused_by_name(
+    loaded: Get, change: dict[str, Any], field: str, role: Role
+) -> None:
+    with pytest.raises(BadRequest, match=field) as caught:
+        loaded("wan_t2v").start(role, VALID | change, [], ())
+    assert caught.value.field == field
+
+
+def test_a_request_without_a_prompt_is_refused(loaded: Get) -> None:
+    with pytest.raises(BadRequest, match="prompt is required"):
+        loaded("wan_t2v").start(Role.ENCODER, {}, [], ())
+
+
+@pytest.mark.parametrize("image", [{"blob": 1}, {"blob": "0"}, {"blob": 0}])
+def test_a_wrong_image_is_refused(loaded: Get, image: dict[str, Any]) -> None:
+    with pytest.raises(BadRequest, match="image: ") as caught:
+        loaded("wan_i2v").start(Role.ENCODER, VALID | {"image": image}, [], [b"not a picture"])
+    assert caught.value.field == "image"
