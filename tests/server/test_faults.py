@@ -17,11 +17,12 @@ from prometheus_client import generate_latest
 from prometheus_client.parser import text_string_to_metric_families
 
 from tests.server.house import QUICK, House, until
-from triptych.core.events import JobState
+from triptych.core.events import JobState, Received, RouterAction, RouterEvent
 from triptych.errors import StorageFull
 from triptych.ids import ROLES, Role
 from triptych.server.media_store import MediaStore
 from triptych.server.service import DiffusionService
+from triptych.wire.messages import Fetched
 
 ENCODER, DENOISER, DECODER = ROLES
 
@@ -139,6 +140,52 @@ async def test_instances_come_back_to_a_restarted_server(house: House) -> None:
     puppet.hold = frozenset()
     assert (await house.run()).view.state is JobState.DONE
     assert len(house.puppets) == 1
+
+
+# -- the router itself -----------------------------------------------------------------------------------------------
+
+
+async def test_a_message_that_breaks_the_router_costs_that_message_only(
+    house: House, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    for role in ROLES:
+        house.add(role)
+    await house.ready()
+    router = house.service._router
+    real_handle, broken = router.handle, 0
+
+    def handle(event: RouterEvent, now: float) -> list[RouterAction]:
+        nonlocal broken
+        if isinstance(event, Received) and isinstance(event.message, Fetched) and broken < 3:
+            broken += 1
+            raise RuntimeError("a bug")
+        return real_handle(event, now)
+
+    monkeypatch.setattr(router, "handle", handle)
+    records = await asyncio.gather(*(house.run(str(i)) for i in range(10)))
+    assert {record.view.state for record in records} == {JobState.DONE}
+    assert broken == 3
+    assert caplog.text.count("RuntimeError: a bug") == 3
+    await house.idle()
+
+
+async def test_a_request_that_the_router_cannot_take_is_not_listed(
+    house: House, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    house.add()
+    await house.ready()
+
+    def handle(event: RouterEvent, now: float) -> list[RouterAction]:
+        raise RuntimeError("a bug")
+
+    with monkeypatch.context() as broken:
+        broken.setattr(house.service._router, "handle", handle)
+        with pytest.raises(RuntimeError, match="a bug"):
+            await house.service.submit({"prompt": "x"}, output="video", images=(b"picture",))
+    assert house.service.page(output="video", after=None, limit=5, order="asc") == ([], False)
+    assert house.service._shell is not None
+    assert house.service._shell.blobs == {}
+    assert (await house.run()).view.state is JobState.DONE
 
 
 # -- sockets ---------------------------------------------------------------------------------------------------------

@@ -122,14 +122,19 @@ class DiffusionService:
         self._records.add(entry)
         if images:
             shell.blobs[request] = tuple(images)
-        shell.feed(
-            Submit(
-                request=request,
-                params=params,
-                queue_timeout=self._config.queue_timeout if queue_timeout is None else queue_timeout,
-                run_timeout=self._config.run_timeout if run_timeout is None else run_timeout,
+        try:
+            shell.feed(
+                Submit(
+                    request=request,
+                    params=params,
+                    queue_timeout=self._config.queue_timeout if queue_timeout is None else queue_timeout,
+                    run_timeout=self._config.run_timeout if run_timeout is None else run_timeout,
+                )
             )
-        )
+        except BaseException:  # not accepted, so it must not be listed either
+            self._records.remove(entry)
+            shell.blobs.pop(request, None)
+            raise
         return self._record(entry)
 
     def get(self, id: RequestId) -> JobRecord:

@@ -73,6 +73,7 @@ class Shell:
         self._arrived: tuple[bytes, ...] = ()
         """Raw frames of the message that the router handles at the moment."""
         self._flushing = False
+        self._closed = False
         self._timer: asyncio.TimerHandle | None = None
         self._last_told = 0.0
 
@@ -83,21 +84,25 @@ class Shell:
 
     async def close(self) -> None:
         """Let files that are being written be finished, and stop. The sockets stay the caller's."""
-        if self._timer is not None:
-            self._timer.cancel()
-            self._timer = None
         if self._storing:
             await asyncio.wait(self._storing)
-        self._control.flush()
+        self._flush()
+        self._closed = True
+        if self._timer is not None:
+            self._timer.cancel()
 
     def feed(self, event: RouterEvent) -> None:
         """Let the router handle an event now; what it sends leaves at the end of this turn of the loop."""
-        self._perform(self.router.handle(event, self._loop.time()))
-        if not self._flushing:
-            self._flushing = True
-            self._loop.call_soon(self._flush)
+        try:
+            self._perform(self.router.handle(event, self._loop.time()))
+        finally:
+            if not self._flushing:
+                self._flushing = True
+                self._loop.call_soon(self._flush)
 
     def _readable(self) -> None:
+        if self._closed:
+            return
         self._inbox.extend(self._control.receive())
         self._drain()
 
@@ -117,6 +122,8 @@ class Shell:
             self._flush()
 
     def _flush(self) -> None:
+        if self._closed:
+            return
         self._flushing = False
         self._control.flush()
         self._set_timer()
