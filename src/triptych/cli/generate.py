@@ -24,9 +24,13 @@ def run(args: argparse.Namespace) -> int:
         if still:
             result = _image(client, args, path, still)
         else:
-            seconds = None if args.seconds is None else f"{args.seconds:g}"
             result = client.generate(
-                args.prompt, path=path, on_progress=bar, seconds=seconds, num_frames=args.num_frames, **_wishes(args)
+                args.prompt,
+                path=path,
+                on_progress=bar,
+                seconds=args.seconds,
+                num_frames=args.num_frames,
+                **_wishes(args),
             )
     print(f"{path} ({path.stat().st_size} bytes, {result.seconds:.1f} s, seed {result.seed})")
     return 0
