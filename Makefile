@@ -1,7 +1,9 @@
 # make demo, test, check and bench set themselves up in .venv, once; nothing else of the machine is touched but
 # libibverbs1, a system library that the Mooncake wheel needs even for TCP.
 
-PYTHON ?= $(shell command -v python3.13 || command -v python3.12 || command -v python3.11 || echo python3)
+# The first Python that runs and is new enough; a command may exist and yet be an empty shim.
+PYTHON ?= $(shell for p in python3 python3.13 python3.12 python3.11; do \
+	$$p -c 'import sys; sys.exit(sys.version_info < (3, 11))' 2>/dev/null && echo $$p && break; done)
 VENV := .venv
 BIN := $(VENV)/bin
 READY := $(VENV)/.ready
@@ -27,6 +29,7 @@ bench: $(READY)
 	$(BIN)/triptych bench transfer
 
 $(READY): pyproject.toml
+	@test -n "$(PYTHON)" || { echo "Python 3.11 or newer is needed; name it with make PYTHON=..."; exit 1; }
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
 	$(BIN)/python -c "import torch" 2>/dev/null \
 		|| $(BIN)/pip install --retries 0 --timeout 20 --index-url $(TORCH_INDEX) "torch==2.13.0" \
