@@ -77,7 +77,8 @@ def bind(sock: zmq.Socket[bytes], host: str, port: int, *, host_flag: str, port_
     except zmq.ZMQError as error:
         if error.errno in (errno.EADDRNOTAVAIL, errno.ENODEV):
             raise ConfigError(f"{host_flag}={host!r}: not an address of this machine") from error
-        raise ConfigError(f"{port_flag}: port {port} cannot be bound on {host}: {error.strerror}") from error
+        reason = "is already in use" if error.errno == errno.EADDRINUSE else f"cannot be bound: {error.strerror}"
+        raise ConfigError(f"{port_flag}: port {port} {reason} on {host}") from error
 
 
 def connect(sock: zmq.Socket[bytes], host: str, port: int) -> None:

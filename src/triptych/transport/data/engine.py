@@ -13,7 +13,7 @@ Facts that shape this file, all seen with the wheels 0.3.13 and 0.3.14:
   told to keep nothing and to ask each time, which costs a fraction of a millisecond.
 - A transfer cannot be called off: until it is over its destination may still be written.
 - It listens on all interfaces and asks nobody for credentials: whoever reaches its ports can read and write the pool.
-- A process with a running engine must end by `os._exit`: its threads abort the interpreter's normal way out.
+- A process in which a transfer is not over must end by `os._exit`: on the normal way out its threads abort it.
 """
 
 from __future__ import annotations
@@ -316,9 +316,10 @@ class Engine:
             return None if transfer.submitted else Outcome.FAILED
 
     def close(self) -> None:
-        """Stop the threads and unregister the pool. The process must end by `os._exit` all the same.
+        """Stop the threads and unregister the pool.
 
-        When a transfer is not over in two seconds the pool stays registered, and mapped.
+        When a transfer is not over in two seconds the pool stays registered, and mapped, and the process must end by
+        `os._exit`; a worker always does.
         """
         global _in_use
         with self._lock:

@@ -17,6 +17,7 @@ from pathlib import Path
 
 import numpy as np
 import numpy.typing as npt
+import psutil
 import torch
 
 from triptych.errors import ConfigError, TransferError
@@ -38,6 +39,10 @@ class Segment:
     """``nbytes`` of zeroed memory that processes of this host and user can map."""
 
     def __init__(self, nbytes: int) -> None:
+        # The kernel would try, and kill whatever is largest on the machine on the way.
+        available = psutil.virtual_memory().available
+        if nbytes > available:
+            raise ConfigError(f"disagg-transfer-pool-size={nbytes}: only {available} bytes of memory are available")
         token = secrets.token_hex(16)
         self.nbytes = nbytes
         self._fd = os.memfd_create(f"triptych-{token}", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)

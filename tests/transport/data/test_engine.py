@@ -1,0 +1,86 @@
+"""Starting the Mooncake engine: what is really used, and what an operator is told when it cannot be had."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+OPEN = """
+import sys
+from triptych.config import TransferConfig
+from triptych.errors import ConfigError
+from triptych.transport.data.plane import open_plane
+try:
+    plane = open_plane(TransferConfig({arguments}), "i", "e", "cpu")
+except ConfigError as error:
+    print("refused:", error)
+else:
+    print("planes:", *plane.planes)
+    plane.close()
+"""
+
+
+def opened(arguments: str, *, path: Path | None = None, **env: str) -> str:
+    """What comes of opening a plane in a fresh process."""
+    clean = {name: value for name, value in os.environ.items() if not name.startswith("MC_")}
+    if path is not None:
+        clean["PYTHONPATH"] = os.pathsep.join([str(path), clean.get("PYTHONPATH", "")])
+    done = subprocess.run(
+        [sys.executable, "-c", OPEN.format(arguments=arguments)],
+        env={**clean, **env, "OMP_NUM_THREADS": "1"},
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=False,
+    )
+    return done.stdout + done.stderr
+
+
+def wheel(root: Path, engine: str | None) -> Path:
+    """A stand-in for an installed Mooncake whose engine module is ``engine``; none: it has no such module."""
+    package = root / "mooncake"
+    package.mkdir()
+    (package / "__init__.py").touch()
+    if engine is not None:
+        (package / "engine.py").write_text(engine)
+    return root
+
+
+def test_an_adapter_that_is_not_there_is_refused_and_not_replaced_by_tcp() -> None:
+    output = opened("kind='mooncake', ib_device='mlx5_99'")
+    assert "refused: Mooncake does not start on 127.0.0.1 over rdma: no RDMA adapter" in output
+    assert "mlx5_99" in output
+
+
+def test_rdma_and_forced_tcp_contradict_each_other() -> None:
+    assert "refused: MC_FORCE_TCP is set" in opened("kind='mooncake', ib_device='mlx5_0'", MC_FORCE_TCP="1")
+
+
+@pytest.mark.parametrize(
+    ("problem", "remedy"),
+    [
+        ("libibverbs.so.1: cannot open shared object file", "apt-get install libibverbs1"),
+        ("libcudart.so.13: cannot open shared object file", "triptych[cpu]"),
+    ],
+)
+def test_a_missing_library_is_named_with_its_remedy(tmp_path: Path, problem: str, remedy: str) -> None:
+    output = opened("kind='mooncake'", path=wheel(tmp_path, f"raise ImportError({problem!r})"))
+    assert f"refused: the Mooncake Transfer Engine does not load: {problem}" in output
+    assert remedy in output
+
+
+def test_a_missing_engine_is_named_with_its_extras(tmp_path: Path) -> None:
+    output = opened("kind='mooncake'", path=wheel(tmp_path, None))
+    assert "refused: --disagg-transfer mooncake needs the Mooncake Transfer Engine: install triptych[cpu]" in output
+
+
+def test_auto_uses_the_engine_only_when_other_hosts_can_reach_the_instance(tmp_path: Path) -> None:
+    assert "planes: local shm\n" in opened("kind='auto'")
+    assert "planes: local shm mooncake\n" in opened("kind='auto', hostname='127.0.0.2'")
+    without = opened("kind='auto', hostname='127.0.0.2'", path=wheel(tmp_path, None))
+    assert "planes: local shm\n" in without
+    assert "only peers of this host can pull from 127.0.0.2" in without
