@@ -220,9 +220,35 @@ def test_a_restarted_server_gets_the_results_of_the_work_in_hand() -> None:
     assert bench.machine.server_epoch == "server-2"
 
 
+def test_a_late_welcome_of_an_older_server_cannot_hold_an_instance_for_ever() -> None:
+    bench = Bench()
+    bench.server = Epoch("server-0")
+    bench.welcome()
+    assert bench.machine.server_epoch == SERVER, "it has been welcomed and asked for nothing"
+    bench.server = SERVER
+    bench.hear(Unknown)
+    bench.server = Epoch("server-0")
+    bench.welcome()
+    assert bench.machine.server_epoch == "server-0", "it asked for a welcome and got one"
+    bench.server = SERVER
+    bench.tick(0.5)
+    bench.hear(Unknown)
+    assert bench.said(Hello)
+    bench.welcome()
+    assert bench.machine.server_epoch == SERVER
+
+
+def test_a_late_refusal_does_not_end_an_instance_that_was_welcomed_since() -> None:
+    bench = Bench()
+    bench.server = Epoch("server-0")
+    bench.hear(Refused, reason="too late")
+    assert not bench.all(Halt)
+
+
 def test_work_of_a_server_that_was_replaced_is_refused() -> None:
     bench = Bench()
     bench.server = Epoch("server-2")
+    bench.hear(Unknown)
     bench.welcome()
     bench.server = SERVER
     bench.run()

@@ -97,6 +97,26 @@ def test_a_late_hello_of_an_old_life_does_not_displace_the_new_one() -> None:
     assert [view.epoch for view in bench.router.instances()] == ["encoder/2"]
 
 
+def test_an_early_life_that_is_heard_of_too_late_cannot_lock_the_present_one_out() -> None:
+    bench = Bench()
+    bench.join("encoder", life=2)
+    bench.receive(hello("encoder", life=1))
+    assert [view.epoch for view in bench.router.instances()] == ["encoder/1"], "who can tell"
+    bench.wait(3.0, alive=False)
+    bench.beat("encoder")
+    assert bench.sent("encoder", Unknown)
+    bench.join("encoder", life=2)
+    assert [view.epoch for view in bench.router.instances()] == ["encoder/2"]
+
+
+def test_a_life_that_has_said_goodbye_is_never_let_in_again() -> None:
+    bench = Bench()
+    bench.join("encoder")
+    bench.receive(goodbye("encoder"))
+    bench.receive(hello("encoder"))
+    assert bench.router.instances() == ()
+
+
 def test_an_address_spelled_differently_is_the_same_instance() -> None:
     bench = Bench()
     bench.join("encoder", work_url="tcp://127.0.0.1:19000")

@@ -183,14 +183,19 @@ class InstanceMachine:
 
     def _from_server(self, event: FromServer) -> None:
         message = event.message
-        if message.server_epoch in self._past_servers:
-            self._stale(event)
-            return
         match message:
             case Welcome():
-                self._welcome(message)
+                # Nothing tells which of two server lives is the later one. So a welcome is believed when one is due,
+                # and whoever does not know this instance is told: a wrong belief ends with the next heartbeat.
+                if self._welcomed and message.server_epoch != self._voice.server:
+                    self._stale(event)
+                else:
+                    self._welcome(message)
             case Refused(reason=reason):
-                self._halt(f"the server refused this instance: {reason}")
+                if self._welcomed:
+                    self._stale(event)
+                else:
+                    self._halt(f"the server refused this instance: {reason}")
             case Unknown():
                 # An answer to an earlier heartbeat may arrive after the hello that it asks for.
                 if self._welcomed or self._now >= self._next_hello:
@@ -199,7 +204,7 @@ class InstanceMachine:
             case RunStage() | Cancel() | Release() | Ack():
                 if message.server_epoch == self._voice.server:
                     self._work(event)
-                elif len(self._early) < _EARLY:
+                elif message.server_epoch not in self._past_servers and len(self._early) < _EARLY:
                     self._early.append(event)
                 else:
                     self._stale(event)
@@ -208,8 +213,12 @@ class InstanceMachine:
 
     def _welcome(self, message: Welcome) -> None:
         new_server = message.server_epoch != self._voice.server
-        if new_server and self._voice.server is not None:
-            self._past_servers.append(self._voice.server)
+        if new_server:
+            if self._voice.server is not None:
+                self._past_servers.append(self._voice.server)
+            if message.server_epoch in self._past_servers:
+                self._past_servers.remove(message.server_epoch)
+            self._over.clear()  # another server counts attempts anew
         self._voice.server = message.server_epoch
         self._heartbeat_interval = message.heartbeat_interval
         if new_server or message.result_urls != self._urls:

@@ -25,26 +25,47 @@ _MISSES = 2
 """Successive heartbeats that must agree before the server believes that something was lost on the way."""
 
 
+class _Lives:
+    """Lives of instances that something is known about; the latest few of the latest instances."""
+
+    def __init__(self) -> None:
+        self._epochs: OrderedDict[InstanceId, deque[Epoch]] = OrderedDict()
+
+    def add(self, member: Member) -> None:
+        self._epochs.setdefault(member.id, deque(maxlen=8)).append(member.epoch)
+        self._epochs.move_to_end(member.id)
+        if len(self._epochs) > 1024:
+            self._epochs.popitem(last=False)
+
+    def __contains__(self, message: Hello) -> bool:
+        return message.epoch in self._epochs.get(message.instance, ())
+
+
 class Membership:
     """The doors of the ledger: lets instances in and out, and compares books with them at each heartbeat."""
 
     def __init__(self, ledger: Ledger, result_urls: dict[Role, str]) -> None:
         self._ledger = ledger
         self._result_urls = result_urls
-        self._retired: OrderedDict[InstanceId, deque[Epoch]] = OrderedDict()
-        """Lives that are known to be over, so that a late hello of one cannot displace its successor."""
+        self._over = _Lives()
+        """Lives that said goodbye or whose process has exited."""
+        self._replaced = _Lives()
+        """Lives that another one of the same instance has displaced. A late hello must not displace the successor; but
+        which of the two is the later one is a guess, so that it counts only as long as the successor is heard of."""
 
     # -- joining ------------------------------------------------------------------------------------------------
 
     def hello(self, message: Hello) -> None:
         """Let an instance in, welcome it again, or refuse it."""
         ledger = self._ledger
-        if message.epoch in self._retired.get(message.instance, ()):
+        member = ledger.members.get(message.instance)
+        another = member is not None and member.epoch != message.epoch
+        if message in self._over or (another and message in self._replaced):
             ledger.count("stale_message", "hello of a life that is over", message.instance)
             return
-        member = ledger.members.get(message.instance)
-        if member is not None and member.epoch != message.epoch:
-            self.lose(member, "restarted", crashed=True, for_good=True)
+        if member is not None and another:
+            self._replaced.add(member)
+            ledger.lose(member, "restarted", crashed=True)
             member = None
         if member is None:
             if reason := self._objection(message):
@@ -182,30 +203,23 @@ class Membership:
         if member is None or member.epoch != message.epoch:
             self._ledger.count("stale_message", "goodbye", message.instance)
             return
-        self.lose(member, message.reason, crashed=False, for_good=True)
+        self._over.add(member)
+        self._ledger.lose(member, message.reason, crashed=False)
 
     def exited(self, instance: InstanceId) -> None:
         """An instance's process is known to be gone."""
         if (member := self._ledger.members.get(instance)) is not None:
-            self.lose(member, "process exited", crashed=True, for_good=True)
+            self._over.add(member)
+            self._ledger.lose(member, "process exited", crashed=True)
 
     def expire(self) -> None:
         """Lose the instances that were silent for too long; they may come back."""
         ledger = self._ledger
         for instance in ledger.member_deadlines.pop_due(ledger.now):
             member = ledger.members[instance]
-            self.lose(member, f"silent for {ledger.now - member.seen:.1f} s", crashed=True, for_good=False)
+            ledger.lose(member, f"silent for {ledger.now - member.seen:.1f} s", crashed=True)
 
     def forgive(self) -> None:
         """The server itself stood still: nobody's silence during that time counts."""
         for member in self._ledger.members.values():
             self._alive(member)
-
-    def lose(self, member: Member, reason: str, *, crashed: bool, for_good: bool) -> None:
-        """Strike an instance out; ``for_good``: this life cannot come back."""
-        if for_good:
-            self._retired.setdefault(member.id, deque(maxlen=8)).append(member.epoch)
-            self._retired.move_to_end(member.id)
-            if len(self._retired) > 1024:
-                self._retired.popitem(last=False)
-        self._ledger.lose(member, reason, crashed=crashed)
