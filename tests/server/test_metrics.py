@@ -6,8 +6,9 @@ from prometheus_client import generate_latest
 from prometheus_client.parser import text_string_to_metric_families
 
 from tests.server.house import House
-from triptych.core.events import JobState
-from triptych.ids import ROLES, Role
+from triptych.core.events import JobState, StageTiming
+from triptych.ids import ROLES, InstanceId, Role
+from triptych.server.metrics import Gauges, Metrics
 from triptych.server.service import DiffusionService
 
 
@@ -74,3 +75,50 @@ async def test_info_is_plain_and_names_roles_instances_and_leases(house: House) 
     (instance,) = info["instances"]
     assert instance["leases"] == [{"request": record.id, "role": "encoder", "attempt": 1}]
     assert instance["pool_bytes"] == house.service.smallest_pool()
+
+
+def no_gauges() -> Gauges:
+    return Gauges(states={}, queues={}, slots_used={}, slots_free={}, up={})
+
+
+def timing(plane: str, running: float) -> StageTiming:
+    return StageTiming(
+        role=Role.DENOISER,
+        instance=InstanceId("i"),
+        attempt=1,
+        waiting=0.5,
+        pulling=0.02,
+        pulled_bytes=7,
+        plane=plane,
+        running=running,
+        compute=running,
+        staging=0.0,
+    )
+
+
+def test_an_instance_cannot_make_up_label_values() -> None:
+    metrics = Metrics(no_gauges)
+    for i in range(100):
+        metrics.stage(timing(f"invented-{i}", 1.0))
+    text = generate_latest(metrics.registry).decode()
+    assert "invented" not in text
+    assert 'triptych_handoff_bytes_total{plane="other"} 700.0' in text
+
+
+def test_durations_fall_into_the_bucket_that_holds_them() -> None:
+    metrics = Metrics(no_gauges)
+    for running in (0.0005, 0.001, 0.002, 1000.0):
+        metrics.stage(timing("shm", running))
+    text = generate_latest(metrics.registry).decode()
+    for line in (
+        'triptych_stage_seconds_bucket{le="0.001",role="denoiser"} 2.0',
+        'triptych_stage_seconds_bucket{le="0.003",role="denoiser"} 3.0',
+        'triptych_stage_seconds_bucket{le="300.0",role="denoiser"} 3.0',
+        'triptych_stage_seconds_bucket{le="+Inf",role="denoiser"} 4.0',
+        'triptych_stage_seconds_count{role="denoiser"} 4.0',
+        'triptych_stage_seconds_sum{role="denoiser"} 1000.0035',
+        'triptych_stage_waiting_seconds_bucket{le="0.3",role="denoiser"} 0.0',
+        'triptych_handoff_seconds_bucket{le="0.03",plane="shm"} 4.0',
+        'triptych_handoff_bytes_total{plane="shm"} 28.0',
+    ):
+        assert line in text.splitlines()

@@ -229,7 +229,7 @@ class DiffusionService:
     def updated(self, view: JobView) -> None:
         """A request changed: remember it, measure it, and tell who waits."""
         if view.state in TERMINAL:
-            self._metrics.ended(view.state)
+            self._metrics.end(view.state)
             if self._shell is not None:
                 self._shell.blobs.pop(view.request, None)
         entry = self._records.find(view.request)
@@ -263,7 +263,7 @@ class DiffusionService:
         while len(self._known) > KNOWN_INSTANCES:
             del self._known[next(iter(self._known))]
         if self._control is not None:
-            self._metrics.dropped(self._control.dropped)
+            self._metrics.dropped = self._control.dropped
         if self._addresses.stale and not self._resolving:
             self._resolving = True
             self._spawn(self._resolve())
