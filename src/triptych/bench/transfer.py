@@ -1,0 +1,235 @@
+"""Measures the data planes between two real processes, beside a plain copy in memory and a raw TCP socket.
+
+A sending process (`triptych.bench.transfer_peer`) stages a tensor; this process pulls it again and again. A pull is
+what a receiver waits for: it ends with the bytes verified, in fresh memory that it owns. The plane ``local`` hands over
+within one process by nature. All rows of a size are measured in turns, so that they share the machine's mood.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import itertools
+import math
+import os
+import secrets
+import socket
+import statistics
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Generator, Iterator, Sequence
+from dataclasses import dataclass
+
+import msgspec
+import torch
+from rich.console import Console
+from rich.table import Table
+
+from triptych.config import MIB, TransferConfig, TransferKind
+from triptych.errors import ConfigError, StageError
+from triptych.ids import Epoch, InstanceId, RequestId
+from triptych.transport.data.plane import open_plane
+from triptych.transport.data.protocol import Payload
+from triptych.wire.manifest import Manifest
+
+SIZES = (64 << 10, 1 * MIB, 4 * MIB, 16 * MIB, 64 * MIB)
+PLANES: tuple[TransferKind, ...] = ("local", "shm", "mooncake")
+MEMCPY = "memory copy"
+TCP = "raw TCP"
+
+_WARM_UPS = 3
+_PULL_SECONDS = 60.0
+_POOL_BYTES = 512 * MIB
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Row:
+    """One way to move one size."""
+
+    way: str
+    nbytes: int
+    median: float
+    """Seconds."""
+    p99: float
+    """Seconds."""
+
+    @property
+    def gigabytes_per_second(self) -> float:
+        """Of the median, in units of 10^9 bytes."""
+        return self.nbytes / self.median / 1e9
+
+
+class Peer:
+    """The sending process of one plane, or of the raw socket when ``kind`` is ``tcp``."""
+
+    def __init__(self, kind: str, pool_bytes: int) -> None:
+        self._process = subprocess.Popen(
+            [sys.executable, "-m", "triptych.bench.transfer_peer", kind, str(pool_bytes)],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            text=True,
+        )
+        self.ready = self._answer()
+        """What it said when it was ready: for ``tcp`` its port."""
+
+    def _answer(self) -> str:
+        assert self._process.stdout is not None
+        line = self._process.stdout.readline().strip()
+        if not line:
+            raise StageError(f"the sending process ended with exit status {self._process.wait()}")
+        return line
+
+    def stage(self, nbytes: int) -> Manifest:
+        """Have it stage that many bytes in place of what it staged before."""
+        assert self._process.stdin is not None
+        self._process.stdin.write(f"{nbytes}\n")
+        self._process.stdin.flush()
+        return msgspec.msgpack.decode(bytes.fromhex(self._answer()), type=Manifest)
+
+    def close(self) -> None:
+        """End it."""
+        assert self._process.stdin is not None
+        assert self._process.stdout is not None
+        self._process.stdin.close()
+        self._process.wait(_PULL_SECONDS)
+        self._process.stdout.close()
+
+
+Move = Callable[[], float]
+"""Moves the bytes once and returns the seconds that it took."""
+Way = Callable[[int], Move]
+"""Prepares to move that many bytes."""
+
+
+def run_transfer_bench(
+    sizes: Sequence[int] = SIZES, planes: Sequence[TransferKind] = PLANES, *, rounds: int = 50
+) -> list[Row]:
+    """Measure every plane at every size, ``rounds`` times each; rows by size, the two yardsticks first.
+
+    Raises `ConfigError` for a plane that this machine cannot have or a size that is not positive.
+    """
+    if not sizes or min(sizes) <= 0 or rounds <= 0:
+        raise ConfigError(f"sizes={list(sizes)}, rounds={rounds}: must be greater than 0")
+    with contextlib.ExitStack() as stack:
+        ways: dict[str, Way] = {MEMCPY: _memory_copy, TCP: stack.enter_context(_raw_tcp())}
+        for kind in planes:
+            ways[kind] = stack.enter_context(_plane(kind, max(_POOL_BYTES, 4 * max(sizes))))
+        return [row for nbytes in sizes for row in _measure(ways, nbytes, rounds)]
+
+
+def _measure(ways: dict[str, Way], nbytes: int, rounds: int) -> Iterator[Row]:
+    moves = {name: way(nbytes) for name, way in ways.items()}
+    seconds: dict[str, list[float]] = {name: [] for name in moves}
+    for number, (name, move) in itertools.product(range(-_WARM_UPS, rounds), moves.items()):
+        took = move()
+        if number >= 0:
+            seconds[name].append(took)
+    for name, taken in seconds.items():
+        ordered = sorted(taken)
+        p99 = ordered[min(len(ordered) - 1, math.ceil(0.99 * len(ordered)) - 1)]
+        yield Row(way=name, nbytes=nbytes, median=statistics.median(ordered), p99=p99)
+
+
+def _memory_copy(nbytes: int) -> Move:
+    source = torch.ones(nbytes, dtype=torch.uint8)
+
+    def move() -> float:
+        started = time.perf_counter()
+        torch.empty(nbytes, dtype=torch.uint8).copy_(source)
+        return time.perf_counter() - started
+
+    return move
+
+
+@contextlib.contextmanager
+def _raw_tcp() -> Generator[Way]:
+    peer = Peer("tcp", 0)
+    connection = socket.create_connection(("127.0.0.1", int(peer.ready)))
+    connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+
+    def way(nbytes: int) -> Move:
+        def move() -> float:
+            started = time.perf_counter()
+            connection.sendall(nbytes.to_bytes(8, "little"))
+            room = torch.empty(nbytes, dtype=torch.uint8).numpy().data
+            while room:
+                got = connection.recv_into(room)
+                if not got:
+                    raise StageError("the sending process of the raw TCP socket ended")
+                room = room[got:]
+            return time.perf_counter() - started
+
+        return move
+
+    try:
+        yield way
+    finally:
+        connection.close()
+        peer.close()
+
+
+@contextlib.contextmanager
+def _plane(kind: TransferKind, pool_bytes: int) -> Generator[Way]:
+    epoch = Epoch(secrets.token_hex(8))
+    # Only Mooncake receives into its pool; the others need none here, but a local handoff is staged in ours.
+    config = TransferConfig(kind=kind, pool_bytes=MIB if kind == "shm" else pool_bytes)
+    plane = open_plane(config, InstanceId("bench-receiver"), epoch, "cpu")
+    peer = None if kind == "local" else Peer(kind, pool_bytes)
+
+    def way(nbytes: int) -> Move:
+        if peer is None:
+            plane.release([manifest.copy for manifest in plane.copies()])
+            payload = Payload(tree=b"", tensors=(torch.ones(nbytes, dtype=torch.uint8),))
+            manifest = plane.stage(RequestId("bench"), payload)
+        else:
+            manifest = peer.stage(nbytes)
+
+        def move() -> float:
+            deadline = time.monotonic() + _PULL_SECONDS
+            started = time.perf_counter()
+            pulled = plane.pull(manifest, deadline=deadline, cancelled=lambda: False)
+            took = time.perf_counter() - started
+            if pulled.plane != kind:
+                raise StageError(f"asked for {kind}, but the pull went by {pulled.plane}")
+            return took
+
+        return move
+
+    try:
+        yield way
+    finally:
+        if peer is not None:
+            peer.close()
+        plane.close()
+
+
+def show(rows: Sequence[Row], console: Console) -> None:
+    """Print the rows as a table."""
+    table = Table(title="Handoffs: one pull, verified and in memory of its own")
+    table.add_column("size", justify="right")
+    table.add_column("way")
+    for title in ("median ms", "p99 ms", "GB/s"):
+        table.add_column(title, justify="right")
+    for nbytes, group in itertools.groupby(rows, key=lambda row: row.nbytes):
+        size = f"{nbytes // MIB} MiB" if nbytes % MIB == 0 else f"{nbytes / 1024:g} KiB"
+        for row in group:
+            table.add_row(
+                size, row.way, f"{row.median * 1e3:.3f}", f"{row.p99 * 1e3:.3f}", f"{row.gigabytes_per_second:.2f}"
+            )
+        table.add_section()
+    console.print(table)
+
+
+def main(arguments: Sequence[str]) -> int:
+    """``triptych bench transfer``: measure and print; returns the exit status."""
+    parser = argparse.ArgumentParser(prog="triptych bench transfer", description=__doc__)
+    parser.add_argument("--planes", nargs="+", choices=PLANES, default=list(PLANES), help="planes to measure")
+    parser.add_argument("--sizes", nargs="+", type=int, default=list(SIZES), metavar="BYTES", help="sizes to move")
+    parser.add_argument("--rounds", type=int, default=50, help="pulls of each size by each plane")
+    options = parser.parse_args(arguments)
+    show(run_transfer_bench(options.sizes, options.planes, rounds=options.rounds), Console())
+    if "mooncake" in options.planes:
+        sys.stdout.flush()
+        os._exit(0)  # threads of the Mooncake engine abort the interpreter's own way out
+    return 0
