@@ -33,8 +33,10 @@ class Needs:
 class Cut:
     """The three parts of one pipeline and what flows between them."""
 
-    whole: Any
-    """The uncut blocks."""
+    inputs: tuple[Any, ...]
+    """Declared inputs of the uncut blocks. (Blocks compute theirs anew at each look.)"""
+    outputs: frozenset[str]
+    """Declared outputs of the uncut blocks."""
     parts: dict[Role, Any]
     needs: dict[Role, Needs]
     denoiser_writes: frozenset[str]
@@ -55,7 +57,8 @@ def cut(pipeline_class: str, blocks: Any) -> Cut:
     sections = {Role.ENCODER: names[:at], Role.DENOISER: [DENOISE], Role.DECODER: names[at + 1 :]}
     parts = {role: _sequence({name: blocks.sub_blocks[name] for name in section}) for role, section in sections.items()}
     return Cut(
-        whole=blocks,
+        inputs=tuple(entry for entry in blocks.inputs if entry.name),
+        outputs=frozenset(output.name for output in blocks.outputs if output.name),
         parts=parts,
         needs={role: _needs(part) for role, part in parts.items()},
         denoiser_writes=_writes(parts[Role.DENOISER]),

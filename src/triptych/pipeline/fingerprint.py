@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import hashlib
+from collections.abc import Mapping
 from importlib.metadata import version
 
 import torch
 
 
-def fingerprint(device: str, dtype: torch.dtype) -> str:
-    """Versions, device model, dtype and attention backend, with a hash of all of them at the end."""
+def fingerprint(device: str, dtype: torch.dtype, overrides: Mapping[str, str]) -> str:
+    """Versions, device model, dtype, attention backend and replaced components, with a hash of all at the end."""
     from diffusers.utils.constants import DIFFUSERS_ATTN_BACKEND
 
     parts = (
@@ -20,6 +21,7 @@ def fingerprint(device: str, dtype: torch.dtype) -> str:
         str(dtype).removeprefix("torch."),
         f"attention {DIFFUSERS_ATTN_BACKEND}",
         f"tf32 {torch.backends.cuda.matmul.allow_tf32}",
+        *(f"{name} from {path}" for name, path in sorted(overrides.items())),
     )
     text = ", ".join(parts)
     return f"{text}, {hashlib.sha256(text.encode()).hexdigest()[:12]}"

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import logging
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -17,20 +17,26 @@ from triptych.pipeline.cut import Cut, cut
 from triptych.pipeline.families import MODULAR_NAMES, family_of
 from triptych.pipeline.fingerprint import fingerprint
 from triptych.pipeline.modular import LoadedRole, ModularRolePipeline
+from triptych.pipeline.replay import ReplayRolePipeline
+from triptych.pipeline.replay_load import REPLAYED, load_replay
 from triptych.pipeline.schema import build_schema, read_settings
 from triptych.pipeline.source import index_components, read_index, resolve_source
 from triptych.pipeline.standin import stand_in
 from triptych.pipeline.weights import load_component
 
 
-def load_pipeline(model: ModelConfig, roles: tuple[Role, ...], device: str) -> ModularRolePipeline:
+def load_pipeline(model: ModelConfig, roles: tuple[Role, ...], device: str) -> ModularRolePipeline | ReplayRolePipeline:
     """The pipeline of ``model`` with the weights of ``roles`` on ``device`` (a torch device name).
+
+    Cut at its modular blocks where Diffusers has them for the model's class, else by record and replay.
 
     Raises `ModelError` for a folder that cannot be loaded or split, naming the component.
     """
     quiet_libraries()
     folder = resolve_source(model.path)
     index = read_index(folder)
+    if modular_counterpart(index["_class_name"]) is None:
+        return load_replay(model, index, roles, device)
     dtype: torch.dtype = getattr(torch, model.effective_dtype)
     whole = _whole_pipeline(folder, index)
     parts = cut(type(whole).__name__, whole.blocks)
@@ -50,7 +56,7 @@ def load_pipeline(model: ModelConfig, roles: tuple[Role, ...], device: str) -> M
         cut=parts,
         family=family,
         schema=build_schema(model.path, index, whole, parts, family, read_settings(folder)),
-        fingerprint=fingerprint(device, dtype),
+        fingerprint=fingerprint(device, dtype, model.components),
         device=torch.device(device),
     )
 
@@ -71,17 +77,22 @@ def quiet_libraries() -> None:
 def _whole_pipeline(folder: Path, index: dict[str, Any]) -> Any:
     """The uncut modular pipeline without weights, of the class that stands for the folder's classic one."""
     import diffusers
-    from diffusers.modular_pipelines.modular_pipeline import MODULAR_PIPELINE_MAPPING
 
     classic = index["_class_name"]
-    counterparts: dict[str | None, Any] = {**MODULAR_PIPELINE_MAPPING}
-    counterpart = counterparts.get(_modular_name(classic))
-    if counterpart is None:
-        raise ModelError(f"model {str(folder)!r}: Diffusers has no modular pipeline for {classic}")
+    counterpart = modular_counterpart(classic)
+    assert counterpart is not None
     try:
         return getattr(diffusers, counterpart(index))(pretrained_model_name_or_path=str(folder), config_dict=index)
     except (OSError, ValueError, RuntimeError, AttributeError, ImportError) as error:
         raise ModelError(f"model {str(folder)!r}: the modular pipeline of {classic} fails: {error}") from error
+
+
+def modular_counterpart(classic: str) -> Callable[[dict[str, Any]], str] | None:
+    """What names the modular class for a model index of a classic one; None where the class is better replayed."""
+    from diffusers.modular_pipelines.modular_pipeline import MODULAR_PIPELINE_MAPPING
+
+    counterparts: dict[str | None, Any] = {**MODULAR_PIPELINE_MAPPING}
+    return None if classic in REPLAYED else counterparts.get(_modular_name(classic))
 
 
 def _modular_name(classic: str) -> str | None:

@@ -76,6 +76,10 @@ class ModularRolePipeline:
         """The parts and what crosses between them."""
         return self._cut
 
+    def pipeline(self, role: Role) -> Any:
+        """A role's Diffusers pipeline."""
+        return self._loaded[role].pipeline
+
     def component(self, role: Role, name: str) -> Any:
         """A role's component as its blocks see it; None when it is absent."""
         return getattr(self._loaded[role].pipeline, name, None)
@@ -104,7 +108,7 @@ class ModularRolePipeline:
         loaded = self._loaded[role]
         view = request_view(loaded.pipeline, self._family, params, encoder=role is Role.ENCODER)
         if role is Role.ENCODER:
-            return _WholeStage(self, role, view, _state(first_state(self._cut.whole, params, images), {}), params)
+            return _WholeStage(self, role, view, _state(first_state(self._cut.inputs, params, images), {}), params)
         state = self._received(role, inputs)
         if role is Role.DENOISER:
             return _DenoiseStage(self, SteppedBlock(view, loaded.blocks, state, self._clock))

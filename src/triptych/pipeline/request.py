@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import io
 import secrets
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -36,10 +36,10 @@ def complete(schema: RequestSchema, params: Mapping[str, Any]) -> dict[str, Any]
     return {param.name: _checked(param, params.get(param.name, param.default)) for param in schema.params}
 
 
-def first_state(blocks: Any, params: Mapping[str, Any], images: Sequence[bytes]) -> dict[str, Any]:
-    """Entries of the first state of the whole, uncut ``blocks``.
+def first_state(inputs: Iterable[Any], params: Mapping[str, Any], images: Sequence[bytes]) -> dict[str, Any]:
+    """Entries of the first state, for the declared ``inputs`` of the whole, uncut pipeline.
 
-    All declared inputs are set, for a part alone would apply other defaults than the whole. The random generator
+    All of them are set, for a part alone would apply other defaults than the whole. The random generator
     lives on the CPU, where equal seeds draw equal numbers on any machine.
     """
     seed = params.get("seed")
@@ -49,7 +49,7 @@ def first_state(blocks: Any, params: Mapping[str, Any], images: Sequence[bytes])
     known["generator"] = torch.Generator("cpu").manual_seed(secrets.randbits(53) if seed is None else seed)
     known |= dict.fromkeys(COUNT_INPUTS, params.get("n", 1))
     known["output_type"] = "pt"
-    return {entry.name: known.get(entry.name, entry.default) for entry in blocks.inputs if entry.name}
+    return {entry.name: known.get(entry.name, entry.default) for entry in inputs}
 
 
 def guider_settings(family: Family, params: Mapping[str, Any], guider: str, *, encoder: bool) -> dict[str, Any]:

@@ -8,7 +8,6 @@ from pathlib import Path
 from typing import Any
 
 from triptych.errors import ModelError
-from triptych.ids import Role
 from triptych.pipeline.cut import Cut
 from triptych.pipeline.families import BASE, Family, Preset
 from triptych.wire.schema import HandoffSize, Param, RequestSchema
@@ -66,7 +65,7 @@ def build_schema(
 ) -> RequestSchema:
     """The schema of ``model``. ``whole`` is the uncut pipeline with stand-ins, which knows every config."""
     builder = _Builder(whole, parts, family, settings)
-    output = "video" if "videos" in builder.outputs else "image"
+    output = "video" if "videos" in parts.outputs else "image"
     params = builder.params(output)
     return RequestSchema(
         model=model,
@@ -85,8 +84,7 @@ class _Builder:
         self._parts = parts
         self._family = family
         self._settings = settings
-        self._inputs = {entry.name: entry for entry in parts.whole.inputs if entry.name}
-        self.outputs = {entry.name for entry in parts.whole.outputs}
+        self._inputs = {entry.name: entry for entry in parts.inputs}
 
     def params(self, output: str) -> list[Param]:
         """All parameters, in the order in which people think of them."""
@@ -303,8 +301,3 @@ def _numbers(file: Path, section: str, entries: Any, known: tuple[str, ...]) -> 
         if isinstance(value, bool) or not isinstance(value, (int, float)):
             raise ModelError(f"{file}: {section}.{name} must be a number, not {value!r}")
     return entries
-
-
-def role_blocks(parts: Cut) -> dict[Role, tuple[str, ...]]:
-    """Names of the blocks that each role runs, for display."""
-    return {role: tuple(executed.sub_blocks) for role, executed in parts.executed.items()}

@@ -16,6 +16,21 @@ import torch
 from triptych.errors import ModelError
 
 
+class StandIn:
+    """A module's attributes without being a module, so that a pipeline does not take its device for its own.
+
+    What lies behind is on the meta device but for the small buffers that were read.
+    """
+
+    def __init__(self, module: torch.nn.Module) -> None:
+        self._module = module
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("__") or name == "_module":
+            raise AttributeError(name)
+        return getattr(self._module, name)
+
+
 class ConfigOnly:
     """A text or image model reduced to its config and dtype."""
 
@@ -49,7 +64,7 @@ def stand_in(folder: Path, name: str, library: str, class_name: str, dtype: torc
             config_class: Any = kind.config_class
             return ConfigOnly(config_class.from_pretrained(folder / name), dtype)
         if issubclass(kind, torch.nn.Module):
-            return _model_stand_in(folder, name, kind, dtype)
+            return StandIn(without_weights(folder, name, kind, dtype))
         return kind.from_pretrained(folder, subfolder=name) if hasattr(kind, "load_config") else None
     except (OSError, ValueError, TypeError) as error:
         raise ModelError(f"component {name!r}: its config cannot be read: {error}") from error
@@ -61,7 +76,8 @@ def meta_module(folder: Path, name: str, kind: Any) -> torch.nn.Module:
         return kind.from_config(kind.load_config(str(folder), subfolder=name))
 
 
-def _model_stand_in(folder: Path, name: str, kind: Any, dtype: torch.dtype) -> torch.nn.Module:
+def without_weights(folder: Path, name: str, kind: Any, dtype: torch.dtype) -> torch.nn.Module:
+    """Component ``name`` of class ``kind`` on the meta device, but for the small buffers that the folder holds."""
     module = meta_module(folder, name, kind).to(dtype).eval().requires_grad_(False)
     _fill_buffers(module, folder / name, dtype)
     return module
