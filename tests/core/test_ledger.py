@@ -157,6 +157,26 @@ def test_an_output_for_the_decoder_that_is_lost_during_denoising_does_not_stop_t
     assert [m.copy for m in run.inputs] == ["again-decoder", "r/denoiser.1"]
 
 
+def test_latents_that_are_lost_while_the_encoder_repeats_its_part_for_the_decoder() -> None:
+    bench = Bench()
+    bench.pool()
+    request = bench.submit("r")
+    bench.encode(request, "encoder", ("for-denoiser", D), ("for-decoder", V))
+    bench.fetched("denoiser", lease(request, D))
+    drop(bench, "encoder", "for-decoder")
+    bench.staged("denoiser", lease(request, D))
+    bench.started("encoder", lease(request, E, 2))
+    drop(bench, "denoiser", "r/denoiser.1")
+    bench.staged("encoder", lease(request, E, 2), ("again-denoiser", D), ("again-decoder", V))
+    assert not bench.sent("encoder", Release)
+    run = bench.run("denoiser")
+    assert run.lease == lease(request, D, 2)
+    assert [m.copy for m in run.inputs] == ["again-denoiser"]
+    bench.denoise(request, attempt=2)
+    bench.decode(request, attempt=2)
+    assert bench.view(request).state is JobState.DONE
+
+
 @pytest.mark.parametrize("copy", ["for-denoiser", "for-decoder"])
 def test_a_dropped_copy_sends_a_queued_request_back_and_frees_its_sibling(copy: str) -> None:
     bench = Bench()

@@ -126,8 +126,10 @@ class Reports:
         ledger.free(grant)
         ledger.ack(member, grant.lease)
         member.typical[role] = sum(output.manifest.nbytes for output in message.outputs)
-        read = [copy for copy in job.copies.values() if copy.consumer is role]
-        ledger.release(read)
+        job.outputs[role] = ()
+        ledger.release([copy for copy in job.copies.values() if copy.consumer is role])
+        # A later stage that was done already may have lost its output meanwhile, and then reads this one's again.
+        ledger.release(job.settle())
         job.outputs[role] = tuple((output.manifest.copy, output.consumer) for output in message.outputs)
         useless = []
         for output in message.outputs:
