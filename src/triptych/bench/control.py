@@ -35,6 +35,7 @@ SLOTS = 256
 """Leases of each no-op instance: enough that the control plane is measured and not the size of the pool."""
 WARM_UP_SECONDS = 0.5
 READY_SECONDS = 30.0
+_PORTS = range(20000, 32000)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -164,23 +165,27 @@ def _percentile(ordered: Sequence[float], share: float) -> float:
 
 
 def free_ports(count: int) -> int:
-    """The first of ``count`` ports in a row that are free at present."""
-    for base in range(21000, 32000, count):
+    """The first of ``count`` ports in a row that are free at present, below the kernel's own ephemeral ports."""
+    with socket.socket() as probe:  # where to begin: processes that look at the same time should not meet
+        probe.bind(("127.0.0.1", 0))
+        offset = probe.getsockname()[1] * count
+    span = _PORTS.stop - _PORTS.start - count
+    for step in range(0, span, count):
+        base = _PORTS.start + (offset + step) % span
         with contextlib.ExitStack() as stack:
             try:
                 for port in range(base, base + count):
-                    probe = stack.enter_context(socket.socket())
-                    probe.bind(("127.0.0.1", port))
+                    stack.enter_context(socket.socket()).bind(("127.0.0.1", port))
             except OSError:
                 continue
             return base
-    raise StageError(f"no {count} free ports in a row between 21000 and 32000")
+    raise StageError(f"no {count} free ports in a row between {_PORTS.start} and {_PORTS.stop}")
 
 
 def show(rows: Sequence[Row], console: Console) -> None:
     """Print the rows as a table."""
-    table = Table(title="Control plane, three no-op stages; every request ended DONE")
-    for heading in ("outstanding", "requests", "requests/s", "p50 ms", "p99 ms", "server CPU us", "all CPU us"):
+    table = Table(title="Control plane, three no-op stages: every request ended DONE; us: CPU time per request")
+    for heading in ("in flight", "requests", "per second", "p50 ms", "p99 ms", "server us", "all us"):
         table.add_column(heading, justify="right")
     for row in rows:
         table.add_row(
