@@ -70,6 +70,15 @@ def test_a_child_that_cannot_work_ends_the_group_with_its_last_line() -> None:
     assert ("encoder-0", "no such model: x") in lines.seen
 
 
+def test_a_child_that_never_comes_up_is_given_up_after_some_deaths() -> None:
+    """Symptom: a process that crashed at every start was started again for ever, and nobody was told why."""
+    lines = Lines()
+    with Group([spec("raise RuntimeError('broken installation')")], output=lines) as group:
+        until(lambda: group.wait(0.1))
+        assert group.failure == "child cannot start: RuntimeError: broken installation"
+    assert [line for _, line in lines.seen].count("RuntimeError: broken installation") == 5
+
+
 def test_a_deaf_child_is_killed_with_all_that_it_started() -> None:
     deaf = (
         "import signal, subprocess, sys, time; signal.signal(signal.SIGTERM, signal.SIG_IGN)\n"

@@ -56,6 +56,7 @@ class ServerArgs:
     slots: int = 2
     insecure: bool = False
     output_dir: str = "outputs"
+    retain_seconds: float | None = None
     given: frozenset[str] = frozenset()
     """Names that were said, as against defaults."""
 
@@ -116,6 +117,7 @@ class ServerArgs:
             run_timeout=self.disagg_timeout,
             queue_timeout=self.queue_timeout,
             output_dir=Path(self.output_dir),
+            retained_seconds=self.retain_seconds,
             insecure=self.insecure,
             router=RouterConfig(dispatch_policy=self.disagg_dispatch_policy),
         )

@@ -28,6 +28,8 @@ LONGEST_DELAY = 15.0
 """Seconds between a death and the next start: doubled from the first to the longest."""
 GOOD_LIFE = 30.0
 """Seconds of life after which the delay starts from the first again."""
+MOST_EARLY_DEATHS = 5
+"""Deaths in a row after which a process that never had a good life is given up, and its group with it."""
 STOP_SECONDS = 10.0
 """How long a child may take to stop before it is killed."""
 EXIT_CONFIG = 2
@@ -81,6 +83,7 @@ class _Child:
         self.started_at = 0.0
         self.start_again_at = 0.0
         self.deaths = 0
+        self.proven = False
         self.restarts = 0
         self.last_lines: deque[str] = deque(maxlen=20)
         self.reader: threading.Thread | None = None
@@ -217,12 +220,15 @@ class Group:
             return
         reason = _reason(code)
         child.discard()
-        if code == EXIT_CONFIG and child.restarts == 0:
+        good = now - child.started_at >= GOOD_LIFE
+        child.proven = child.proven or good
+        child.deaths = 1 if good else child.deaths + 1
+        hopeless = code == EXIT_CONFIG and child.restarts == 0
+        if hopeless or (child.deaths >= MOST_EARLY_DEATHS and not child.proven):
             self._failure = f"{child.spec.name} cannot start: {_complaint(child.last_lines) or reason}"
             self._change(child, "failed", reason)
             self._stopping.set()
             return
-        child.deaths = 1 if now - child.started_at >= GOOD_LIFE else child.deaths + 1
         delay = restart_delay(child.deaths)
         child.start_again_at = now + delay
         child.restarts += 1
@@ -248,7 +254,7 @@ class Group:
 
 def _complaint(lines: Collection[str]) -> str:
     """The last line that speaks of an error, else the last one."""
-    told = [line for line in lines if "error:" in line or "CRITICAL" in line] or list(lines)
+    told = [line for line in lines if "error:" in line.lower() or "CRITICAL" in line] or list(lines)
     return told[-1] if told else ""
 
 
