@@ -6,6 +6,7 @@ import random
 import signal
 import time
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import msgspec
@@ -87,6 +88,20 @@ def test_a_handoff_to_oneself_goes_through_the_engine(
     got = pull(plane, plane.stage(R, Payload(tree=b"", tensors=tensors(1, MIB))))
     assert got.plane == "mooncake"
     assert same(got.payload.tensors, tensors(1, MIB))
+
+
+def test_several_threads_pull_at_once(
+    plane: DataPlane, sender: Sender, pull: Puller, tensors: Tensors, same: Same
+) -> None:
+    manifests = {seed: sender.stage(seed, 3 * MIB) for seed in range(4)}
+    with ThreadPoolExecutor(4) as pool:
+        for _ in range(3):
+            pulled = pool.map(lambda manifest: pull(plane, manifest, 60), manifests.values())
+            assert all(
+                same(got.payload.tensors, tensors(seed, 3 * MIB)) for seed, got in zip(manifests, pulled, strict=True)
+            )
+    for manifest in manifests.values():
+        sender.release(manifest)
 
 
 def test_a_payload_of_plain_values_crosses_too(plane: DataPlane, sender: Sender, pull: Puller) -> None:

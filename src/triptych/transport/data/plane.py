@@ -142,13 +142,12 @@ class PooledPlane:
                         segment=self._segment,
                     )
                 )
-            if pinned:
-                _pin(self._segment.memory)
         except ConfigError:
             for carrier in self._carriers:
                 carrier.close()
             self._segment.close()
             raise
+        self._registered = pinned and _page_lock(self._segment.memory)
         self.pool_bytes = self._pool.stage_capacity
         self.planes: tuple[str, ...] = tuple(carrier.plane for carrier in self._carriers)
 
@@ -270,16 +269,14 @@ class PooledPlane:
         self._closed = True
         for carrier in self._carriers:
             carrier.close()
-        if self._pinned:
-            _unpin(self._segment.memory)
+        if self._registered:
+            torch.cuda.cudart().cudaHostUnregister(self._segment.memory.data_ptr())  # type: ignore[union-attr]
         self._segment.close()
 
 
-def _pin(memory: torch.Tensor) -> None:
+def _page_lock(memory: torch.Tensor) -> bool:
+    """Page-lock a pool, so that the GPU copies to it at full speed; whether that was possible."""
     status = int(torch.cuda.cudart().cudaHostRegister(memory.data_ptr(), memory.numel(), 0))  # type: ignore[union-attr]
     if status != 0:
-        raise ConfigError(f"disagg-transfer-pool-size={memory.numel()}: CUDA cannot page-lock it (error {status})")
-
-
-def _unpin(memory: torch.Tensor) -> None:
-    torch.cuda.cudart().cudaHostUnregister(memory.data_ptr())  # type: ignore[union-attr]
+        _log.warning("CUDA cannot page-lock the transfer pool (error %d): staging from the GPU will be slower", status)
+    return status == 0
