@@ -2,8 +2,8 @@
 
     python tools/memory_table.py [MODEL]
 
-The figures are those of the operating system, after one request, as the instances report them to the server. On a small
-model they are mostly Python and torch, which every process has; the last column shows what is beyond the smallest.
+The figures are those of the operating system, as the instances report them to the server. On a small model they are
+mostly Python and torch, which every process has.
 """
 
 from __future__ import annotations
@@ -12,10 +12,9 @@ import argparse
 import tempfile
 import time
 from pathlib import Path
-from typing import Any
+from typing import TypeAlias
 
-import httpx
-
+from triptych.client import Client
 from triptych.launch.args import ServerArgs
 from triptych.launch.group import Group
 from triptych.launch.plan import Gpus, plan_pool
@@ -27,25 +26,31 @@ HEARTBEATS = 2.0
 """Seconds after which the figures in the server are fresh."""
 
 
-def measure(model: str, device: str, **gpus: Gpus) -> dict[str, int]:
-    """Roles of each instance to its resident bytes after one request."""
+Figures: TypeAlias = tuple[int, int]
+"""Resident bytes of a process with its model loaded, and after one request at the model's own size."""
+
+
+def measure(model: str, device: str, **gpus: Gpus) -> dict[str, Figures]:
+    """Roles of each instance to its figures."""
     scheduler, *_, port = free_ports(5)
     with tempfile.TemporaryDirectory() as outputs:
         args = ServerArgs.from_kwargs(
             model_path=model, device=device, port=port, scheduler_port=scheduler, output_dir=Path(outputs)
         )
         plan = plan_pool(args, **gpus)
-        group = Group(plan.processes)
+        group = Group(plan.processes, output=lambda _name, _line: None)
         group.start()
-        with Pool(plan, group) as pool, httpx.Client(base_url=pool.wait_ready().url, trust_env=False) as http:
-            job: dict[str, Any] = http.post("/v1/videos", json={"prompt": "a ball", "num_inference_steps": 2}).json()
-            while job["status"] not in ("completed", "failed"):
-                time.sleep(0.2)
-                job = http.get(f"/v1/videos/{job['id']}").json()
-            assert job["status"] == "completed", job["error"]
-            time.sleep(HEARTBEATS)
-            info: dict[str, Any] = http.get("/server_info").json()
-    return {" + ".join(i["roles"]): i["resident_bytes"] for i in info["instances"]}
+        with Pool(plan, group) as pool, Client(pool.wait_ready().url) as client:
+            loaded = resident(client)
+            client.generate("a ball", num_inference_steps=2)
+            used = resident(client)
+    return {roles: (loaded[roles], used[roles]) for roles in loaded}
+
+
+def resident(client: Client) -> dict[str, int]:
+    """Roles of each instance to its resident bytes, once its next heartbeats have told them."""
+    time.sleep(HEARTBEATS)
+    return {" + ".join(i["roles"]): i["resident_bytes"] for i in client.server_info()["instances"]}
 
 
 def main() -> None:
@@ -56,12 +61,10 @@ def main() -> None:
     options = parser.parse_args()
     whole = measure(options.model, options.device, replica_gpus=[[0]])
     parts = measure(options.model, options.device, encoder_gpus=[[0]], denoiser_gpus=[[0]], decoder_gpus=[[0]])
-    (whole_bytes,) = whole.values()
-    least = min(parts.values())
-    print(f"{'process':<32} {'resident MiB':>12} {'of the whole':>12} {'over least MiB':>15}")
-    for roles, resident in [*sorted(parts.items(), key=lambda item: item[1]), *whole.items()]:
-        share, over = resident / whole_bytes, (resident - least) / MIB
-        print(f"{roles:<32} {resident / MIB:>12.1f} {share:>12.0%} {over:>15.1f}")
+    ((whole_loaded, _),) = whole.values()
+    print(f"{'process':<32} {'loaded MiB':>11} {'of the whole':>13} {'after a request MiB':>20}")
+    for roles, (loaded, used) in [*sorted(parts.items(), key=lambda item: item[1]), *whole.items()]:
+        print(f"{roles:<32} {loaded / MIB:>11.1f} {loaded / whole_loaded:>13.0%} {used / MIB:>20.1f}")
 
 
 if __name__ == "__main__":
