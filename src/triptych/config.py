@@ -173,8 +173,14 @@ class ServerConfig:
     """Where finished media files are kept."""
     retained_jobs: int = 10_000
     """Ended jobs that are remembered; beyond it the oldest goes, with its media. Live jobs always stay."""
+    retained_seconds: float | None = None
+    """How long an ended job and its media are kept (``--retain-seconds``); None: until ``retained_jobs`` is reached."""
     max_upload_bytes: int = 32 * MIB
-    """Largest request body."""
+    """Largest request body, and largest picture fetched for one."""
+    input_root: Path | None = None
+    """Folder from which requests may name pictures by path; None: by no path."""
+    allow_image_urls: bool = False
+    """Whether requests may name pictures by http(s) URL, which the server then fetches from the public internet."""
     insecure: bool = False
     """Allow binding beyond loopback without keys."""
     router: RouterConfig = field(default_factory=RouterConfig)
@@ -186,6 +192,8 @@ class ServerConfig:
         if self.scheduler_port <= self.port <= self.scheduler_port + 3:
             raise ConfigError(f"port={self.port} collides with the scheduler ports {self.scheduler_port} to +3")
         _positive(self, "run_timeout", "queue_timeout", "retained_jobs", "max_upload_bytes")
+        if self.retained_seconds is not None:
+            _positive(self, "retained_seconds")
         for role, urls in self.instance_urls.items():
             for url in urls:
                 parse_tcp_url(f"{role}-urls", url)

@@ -9,6 +9,8 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import av
+import numpy as np
 import pytest
 import uvicorn
 import xxhash
@@ -29,6 +31,20 @@ CLIP = bytes(range(256)) * 40
 """What stands for the bytes of every video."""
 
 STEPS = 10
+
+
+def film(width: int = 96, height: int = 64, frames: int = 17) -> bytes:
+    """A real MP4 whose frames grow from black to bright red."""
+    buffer = io.BytesIO()
+    with av.open(buffer, "w", format="mp4") as container:
+        stream = container.add_stream("libx264", rate=8)
+        stream.width, stream.height, stream.pix_fmt = width, height, "yuv420p"
+        for index in range(frames):
+            pixels = np.zeros((height, width, 3), np.uint8)
+            pixels[..., 0] = 255 * index // max(1, frames - 1)
+            container.mux(stream.encode(av.VideoFrame.from_ndarray(pixels)))
+        container.mux(stream.encode())
+    return buffer.getvalue()
 
 
 def schema(*, with_count: bool) -> RequestSchema:
@@ -86,7 +102,7 @@ class Painter(NoopInstance):
     def _decode(self, lease: Lease, params: dict[str, Any]) -> Finished:
         kind = params["output_format"]
         mime, suffix = ("video/mp4", ".mp4") if kind == "mp4" else (f"image/{kind}", f".{kind}")
-        contents = [CLIP if kind == "mp4" else paint(params, index) for index in range(params.get("n", 1))]
+        contents = [self._house.clip if kind == "mp4" else paint(params, index) for index in range(params.get("n", 1))]
         self._files[lease] = tuple(contents)
         return Finished(
             instance=self.instance,
@@ -126,14 +142,15 @@ def paint(params: dict[str, Any], index: int) -> bytes:
 class House:
     """A server on a free port and one painter for each role, each in a thread."""
 
-    def __init__(self, folder: Path, schema: RequestSchema) -> None:
+    def __init__(self, folder: Path, schema: RequestSchema, *, clip: bytes = CLIP, **options: Any) -> None:
         self.folder = folder
+        self.clip = clip
         self.seen: list[tuple[dict[str, Any], tuple[bytes, ...]]] = []
         """Parameters and pictures of every encoder stage."""
         self.held: dict[Lease, Painter] = {}
         """Denoiser stages that wait to be let go."""
         first, *_ = free_ports(5)
-        self.config = ServerConfig(port=first + 4, scheduler_port=first, output_dir=folder)
+        self.config = ServerConfig(port=first + 4, scheduler_port=first, output_dir=folder, **options)
         self.url = f"http://127.0.0.1:{first + 4}"
         self._schema = schema
         self._server: uvicorn.Server | None = None
@@ -202,6 +219,15 @@ def _house(folder: Path, *, with_count: bool) -> Iterator[House]:
 def house(tmp_path_factory: pytest.TempPathFactory) -> Iterator[House]:
     """A live server whose pipeline makes several images of a prompt itself."""
     yield from _house(tmp_path_factory.mktemp("media"), with_count=True)
+
+
+@pytest.fixture(scope="module")
+def cinema(tmp_path_factory: pytest.TempPathFactory) -> Iterator[House]:
+    """A live server whose videos can be played, and are kept for an hour."""
+    house = House(tmp_path_factory.mktemp("media"), schema(with_count=True), clip=film(), retained_seconds=3600)
+    house.open()
+    yield house
+    house.close()
 
 
 @pytest.fixture(scope="module")

@@ -38,6 +38,82 @@ def test_a_video_from_prompt_to_file(sdk: openai.OpenAI, house: Any) -> None:
     assert sdk.videos.retrieve(video.id) == video
 
 
+@pytest.fixture
+def theatre(cinema: Any) -> Iterator[openai.OpenAI]:
+    with openai.OpenAI(base_url=f"{cinema.url}/v1", api_key="none", max_retries=0) as client:
+        yield client
+
+
+def test_a_finished_video_has_a_thumbnail_and_a_sheet(theatre: openai.OpenAI, cinema: Any) -> None:
+    video = theatre.videos.create_and_poll(prompt="a cat")
+    assert theatre.videos.download_content(video.id, variant="video").read() == cinema.clip
+    content = theatre.videos.download_content(video.id, variant="thumbnail")
+    assert content.response.headers["content-type"] == "image/webp"
+    picture = Image.open(io.BytesIO(content.read()))
+    assert (picture.format, picture.size) == ("WEBP", (96, 64))
+    red, green, _ = picture.convert("RGB").getpixel((40, 30))  # type: ignore[misc]
+    assert 100 < red < 160  # the frame in the middle
+    assert green < 20
+    content = theatre.videos.download_content(video.id, variant="spritesheet")
+    assert content.response.headers["content-type"] == "image/jpeg"
+    sheet = Image.open(io.BytesIO(content.read()))
+    assert (sheet.format, sheet.size) == ("JPEG", (5 * 96, 4 * 64))  # 17 frames in rows of 5
+    reds = [sheet.getpixel((96 * (i % 5) + 40, 64 * (i // 5) + 30))[0] for i in range(17)]  # type: ignore[index]
+    assert reds == sorted(reds)
+    assert reds[-1] > 230
+    expected = f'inline; filename="{video.id}-spritesheet.jpg"'
+    assert content.response.headers["content-disposition"] == expected
+
+
+def test_a_video_says_when_it_goes(theatre: openai.OpenAI) -> None:
+    video = theatre.videos.create_and_poll(prompt="a cat")
+    assert video.completed_at is not None
+    assert video.expires_at is not None
+    assert 3599 <= video.expires_at - video.completed_at <= 3601
+
+
+def test_a_remix_keeps_all_but_the_prompt(sdk: openai.OpenAI, house: Any) -> None:
+    source = sdk.videos.create_and_poll(prompt="a cat", size="128x64", seconds="2", extra_body={"seed": 11})  # type: ignore[arg-type]
+    first, _ = house.seen[-1]
+    remix = sdk.videos.poll(sdk.videos.remix(source.id, prompt="a dog").id)
+    second, _ = house.seen[-1]
+    assert second == {**first, "prompt": "a dog"}
+    assert second["seed"] == 11
+    assert (remix.status, remix.prompt, remix.size) == ("completed", "a dog", "128x64")
+    assert remix.remixed_from_video_id == source.id
+    assert remix.id != source.id
+    sdk.videos.poll(sdk.videos.remix(remix.id, prompt="a cow", extra_body={"size": "64x64", "seconds": "1"}).id)
+    third, _ = house.seen[-1]
+    assert (third["width"], third["height"], third["num_frames"], third["seed"]) == (64, 64, 9, 11)
+
+
+def test_a_remix_starts_from_the_same_picture(sdk: openai.OpenAI, house: Any) -> None:
+    buffer = io.BytesIO()
+    Image.new("RGB", (8, 8), (1, 2, 3)).save(buffer, "PNG")
+    source = sdk.videos.create_and_poll(prompt="a cat", input_reference=("cat.png", buffer.getvalue()))
+    sdk.videos.poll(sdk.videos.remix(source.id, prompt="a dog").id)
+    params, blobs = house.seen[-1]
+    assert params["prompt"] == "a dog"
+    assert blobs == (buffer.getvalue(),)
+
+
+def test_a_remix_of_nothing_is_not_found(sdk: openai.OpenAI) -> None:
+    with pytest.raises(openai.NotFoundError):
+        sdk.videos.remix("video_0", prompt="a dog")
+
+
+def test_a_reference_may_be_a_data_url(sdk: openai.OpenAI, house: Any) -> None:
+    buffer = io.BytesIO()
+    Image.new("RGB", (8, 8)).save(buffer, "PNG")
+    url = f"data:image/png;base64,{base64.b64encode(buffer.getvalue()).decode()}"
+    for reference in ({"image_url": url}, url):
+        video = sdk.videos.poll(sdk.videos.create(prompt="a cat", extra_body={"input_reference": reference}).id)
+        assert video.status == "completed"
+        params, blobs = house.seen[-1]
+        assert params["image"] == {"blob": 0}
+        assert blobs == (buffer.getvalue(),)
+
+
 def test_create_answers_before_the_job_is_done(sdk: openai.OpenAI, house: Any) -> None:
     video = sdk.videos.create(prompt="slow", extra_body={"num_inference_steps": 5})
     assert video.status == "queued"

@@ -35,6 +35,9 @@ SERVE_OPTIONS = {
     "--slots": 2,
     "--insecure": False,
     "--output-dir": "outputs",
+    "--input-root": None,
+    "--allow-image-urls": False,
+    "--retain-seconds": None,
 }
 
 COMMAND_ARGUMENTS: dict[str, dict[str, Any]] = {

@@ -8,6 +8,7 @@ from fastapi import FastAPI
 
 import triptych
 from triptych.api import errors
+from triptych.api.desk import Desk
 from triptych.api.files import Files
 from triptych.api.gate import Gate, HttpMetrics
 from triptych.api.images import ImageRoutes
@@ -32,8 +33,9 @@ def create_app(service: DiffusionService, config: ServerConfig) -> FastAPI:
     )
     app.add_middleware(Gate, max_body=config.max_upload_bytes, metrics=HttpMetrics(service.registry))
     errors.install(app)
-    Videos(service).add_to(app)
-    ImageRoutes(service, config).add_to(app)
+    desk = Desk(service, config)
+    Videos(service, config, desk).add_to(app)
+    ImageRoutes(service, config, desk).add_to(app)
     Files(service).add_to(app)
     Operations(service).add_to(app)
 

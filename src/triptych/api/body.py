@@ -15,6 +15,8 @@ from triptych.errors import BadRequest
 
 MAX_FIELDS = 64
 MAX_FILES = 8
+MAX_PART = 1 << 30
+"""The gate bounds the whole body; a field of text may be a picture as a data URL and take nearly all of it."""
 ACCEPTED = "application/json or multipart/form-data"
 
 
@@ -90,8 +92,9 @@ def _no_constant(name: str) -> NoReturn:
 async def _read_form(request: Request) -> Body:
     fields: dict[str, Any] = {}
     uploads: dict[str, list[bytes]] = {}
-    async with request.form(max_files=MAX_FILES, max_fields=MAX_FIELDS) as form:
+    async with request.form(max_files=MAX_FILES, max_fields=MAX_FIELDS, max_part_size=MAX_PART) as form:
         for name, value in form.multi_items():
+            name = name.removesuffix("[image_url]")  # how a form says {"image_url": ...}
             if isinstance(value, UploadFile):
                 # OpenAI's clients write "image[]" where they send a list.
                 uploads.setdefault(name.removesuffix("[]"), []).append(await value.read())

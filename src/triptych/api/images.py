@@ -12,12 +12,13 @@ from fastapi import FastAPI, Request
 from starlette.responses import JSONResponse, Response
 
 from triptych.api.body import read_body
+from triptych.api.desk import Desk
 from triptych.api.errors import CLIENT_CLOSED, DeadlinePassed, JobCancelled
-from triptych.api.orders import Order, check_handoff, read_order
+from triptych.api.orders import Order
 from triptych.api.ready import need_schema
 from triptych.api.routes import STRICT, errors
 from triptych.api.shapes import ImageData, Images
-from triptych.api.videos import error_of, metadata_of, timings_of
+from triptych.api.views import error_of, timings_of
 from triptych.config import ServerConfig
 from triptych.core.events import JobState
 from triptych.errors import BadRequest, NotFound, StageError
@@ -32,8 +33,9 @@ GRACE_SECONDS = 30.0
 class ImageRoutes:
     """The endpoints under /v1/images."""
 
-    def __init__(self, service: DiffusionService, config: ServerConfig) -> None:
+    def __init__(self, service: DiffusionService, config: ServerConfig, desk: Desk) -> None:
         self._service = service
+        self._desk = desk
         self._deadline = config.queue_timeout + config.run_timeout + GRACE_SECONDS
 
     def add_to(self, app: FastAPI) -> None:
@@ -55,11 +57,8 @@ class ImageRoutes:
 
     async def generate(self, request: Request) -> Response:
         """Make ``n`` images of one prompt."""
-        body = await read_body(request)
-        schema = need_schema(self._service)
-        order = await to_thread.run_sync(read_order, schema, body, "image")
-        check_handoff(schema, order.params, self._service.smallest_pool())
-        async with self._jobs(schema, order) as jobs:
+        order = await self._desk.read(await read_body(request), "image")
+        async with self._jobs(need_schema(self._service), order) as jobs:
             records = await self._outcome(request, jobs)
             if records is None:
                 return Response(status_code=CLIENT_CLOSED)
@@ -86,9 +85,7 @@ class ImageRoutes:
                 params = dict(order.params)
                 if index and "seed" in params:
                     params["seed"] += index
-                jobs.append(
-                    await self._service.submit(params, output="image", images=order.images, metadata=metadata_of(order))
-                )
+                jobs.append(await self._desk.submit(order, "image", params=params))
             yield jobs
         except BaseException:
             for job in jobs:

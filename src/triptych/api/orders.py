@@ -16,7 +16,7 @@ from typing import Any, Final, Literal, TypeAlias
 
 from triptych.api.body import Body
 from triptych.api.errors import BodyTooLarge, ModelNotFound
-from triptych.api.pictures import check_picture
+from triptych.api.pictures import clean_picture
 from triptych.api.validation import bounded, check, nearest, read_number, read_text, refuse, unknown_field
 from triptych.errors import BadRequest
 from triptych.wire.schema import Param, RequestSchema
@@ -101,7 +101,7 @@ def read_order(schema: RequestSchema, body: Body, output: Output) -> Order:
     response_format = _response_format(given.pop("response_format", None))
     values = _size(params, given, form=body.form)
     duration = given.pop("seconds", None)
-    uploads = _uploads(params, given, body.uploads)
+    uploads = _uploads(params, body.uploads)
     for name, value in given.items():
         values[name] = check(params[name], value, form=body.form)
     seconds = ""
@@ -200,13 +200,14 @@ def _picture_param(params: Mapping[str, Param]) -> Param | None:
     return next((p for p in params.values() if p.type in ("image", "images")), None)
 
 
-def _uploads(
-    params: Mapping[str, Param], given: dict[str, Any], uploads: Mapping[str, list[bytes]]
-) -> dict[str, tuple[Param, list[bytes]]]:
+def picture_params(schema: RequestSchema, output: Output) -> list[str]:
+    """Names of the parameters that take pictures; the first is what ``input_reference`` stands for."""
+    return [p.name for p in accepted(schema, output).values() if p.type in ("image", "images")]
+
+
+def _uploads(params: Mapping[str, Param], uploads: Mapping[str, list[bytes]]) -> dict[str, tuple[Param, list[bytes]]]:
     """Field to the image parameter that it fills and its files."""
     found: dict[str, tuple[Param, list[bytes]]] = {}
-    if "input_reference" in given:
-        raise BadRequest("input_reference", "input_reference: must be sent as a file of a multipart/form-data request")
     for name, files in uploads.items():
         param = _picture_param(params) if name == "input_reference" else params.get(name)
         if param is None or param.type not in ("image", "images"):
@@ -225,11 +226,9 @@ def _pictures(uploads: Mapping[str, tuple[Param, list[bytes]]]) -> tuple[dict[st
     values: dict[str, Any] = {}
     blobs: list[bytes] = []
     for name, (param, files) in uploads.items():
-        for data in files:
-            check_picture(name, data)
         references = [{"blob": len(blobs) + i} for i in range(len(files))]
         values[param.name] = references if param.type == "images" else references[0]
-        blobs.extend(files)
+        blobs.extend(clean_picture(name, data) for data in files)
     return values, tuple(blobs)
 
 

@@ -1,32 +1,64 @@
-"""Uploaded pictures: refused unless they are plain, readable and of sane size."""
+"""Pictures of clients: refused unless they are plain, readable and of sane size; turned the way they were taken."""
 
 from __future__ import annotations
 
 import io
 import warnings
+from typing import Final
 
-from PIL import Image, UnidentifiedImageError
+from PIL import ExifTags, Image, ImageOps, UnidentifiedImageError
 
 from triptych.errors import BadRequest
 
-FORMATS = ("PNG", "JPEG", "WEBP")
-MAX_SIDE = 8192
+FORMATS: Final = ("PNG", "JPEG", "WEBP")
+MAX_SIDE: Final = 8192
+MAX_PIXELS: Final = 50_000_000
 
 
-def check_picture(field: str, data: bytes) -> None:
-    """Raise `BadRequest` unless ``data`` is a PNG, JPEG or WebP file of at most 8192 pixels a side.
+def clean_picture(field: str, data: bytes) -> bytes:
+    """The picture in ``data``, upright. Raises `BadRequest` unless it is a still PNG, JPEG or WebP file of at most
+    8192 pixels a side and 50 million in all.
 
-    Only the head and the checksums are read here; the decoder of pixels runs in an instance.
+    Only a picture that its camera marked as turned is decoded here, and then comes back as PNG; of the others head and
+    checksums are read, and the bytes stay as they are.
     """
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("error", Image.DecompressionBombWarning)
             with Image.open(io.BytesIO(data), formats=FORMATS) as picture:
-                width, height = picture.size
+                _check_size(field, picture)
+                exif = Image.Exif()
+                exif.load(picture.info.get("exif", b""))
                 picture.verify()
-    except (UnidentifiedImageError, OSError, SyntaxError, ValueError, Image.DecompressionBombWarning) as error:
+            return data if exif.get(ExifTags.Base.Orientation, 1) in (0, 1) else _upright(data)
+    except (
+        UnidentifiedImageError,
+        OSError,
+        SyntaxError,
+        ValueError,
+        Image.DecompressionBombWarning,
+        Image.DecompressionBombError,
+    ) as error:
         raise BadRequest(field, f"{field}: the file is not a readable PNG, JPEG or WebP picture") from error
-    if max(width, height) > MAX_SIDE:
+
+
+def _check_size(field: str, picture: Image.Image) -> None:
+    width, height = picture.size
+    if max(width, height) > MAX_SIDE or width * height > MAX_PIXELS:
         raise BadRequest(
-            field, f"{field}: the picture is {width}x{height}; at most {MAX_SIDE} pixels a side are accepted"
+            field,
+            f"{field}: the picture is {width}x{height}; at most {MAX_SIDE} pixels a side and {MAX_PIXELS} in all "
+            "are accepted",
         )
+    # Phones write JPEG files with a second, smaller picture in them; the first one is the picture.
+    if getattr(picture, "is_animated", False) and picture.format != "MPO":
+        raise BadRequest(field, f"{field}: the file holds an animation; must be a still picture")
+
+
+def _upright(data: bytes) -> bytes:
+    buffer = io.BytesIO()
+    with Image.open(io.BytesIO(data), formats=FORMATS) as picture:
+        upright = ImageOps.exif_transpose(picture)
+        upright.info.pop("exif", None)
+        upright.save(buffer, "PNG", compress_level=1)
+    return buffer.getvalue()

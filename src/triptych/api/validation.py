@@ -83,7 +83,7 @@ def check(param: Param, value: Any, *, form: bool, field: str | None = None) -> 
         case "number":
             return _ranged(param, name, read_number(name, value, form=form))
         case "image" | "images":
-            raise BadRequest(name, f"{name}: must be sent as a file of a multipart/form-data request")
+            raise BadRequest(name, f"{name}: must be a picture")
         case _:
             assert_never(param.type)
 

@@ -56,6 +56,8 @@ class ServerArgs:
     slots: int = 2
     insecure: bool = False
     output_dir: str = "outputs"
+    input_root: str | None = None
+    allow_image_urls: bool = False
     retain_seconds: float | None = None
     given: frozenset[str] = frozenset()
     """Names that were said, as against defaults."""
@@ -117,6 +119,8 @@ class ServerArgs:
             run_timeout=self.disagg_timeout,
             queue_timeout=self.queue_timeout,
             output_dir=Path(self.output_dir),
+            input_root=None if self.input_root is None else Path(self.input_root),
+            allow_image_urls=self.allow_image_urls,
             retained_seconds=self.retain_seconds,
             insecure=self.insecure,
             router=RouterConfig(dispatch_policy=self.disagg_dispatch_policy),

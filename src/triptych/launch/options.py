@@ -249,6 +249,8 @@ OPTIONS: tuple[Option, ...] = (
     _option("slots", read_integer, 2, COMPUTE, "N", "requests held at once: computing, or with inputs pulled ahead"),
     _option("insecure", read_switch, False, ALL, "", "allow binding beyond loopback without authentication"),
     _option("output_dir", read_path, "outputs", DOOR, "FOLDER", "where finished media files are kept"),
+    _option("input_root", read_path, None, DOOR, "FOLDER", "folder from which requests may name pictures by path"),
+    _option("allow_image_urls", read_switch, False, DOOR, "", "fetch pictures that requests name by http(s) URL"),
     _option("retain_seconds", read_seconds, None, DOOR, "SECONDS", "forget ended jobs and their media after this time"),
 )
 """All serving options, in the order in which the help shows them."""

@@ -210,6 +210,15 @@ class Records:
             self.states[entry.view.state] -= 1
             entry.wake_all()
 
+    def expire(self, ended_before: float) -> None:
+        """Drop every job that ended before this Unix time, with its media."""
+        while self._ended:
+            oldest = self._entries[next(iter(self._ended))]
+            if oldest.completed_at is None or oldest.completed_at >= ended_before:
+                return
+            self.remove(oldest)
+            self._forget(oldest)
+
     def page(
         self, *, output: OutputKind, after: RequestId | None, limit: int, order: Literal["asc", "desc"]
     ) -> tuple[list[Entry], bool]:

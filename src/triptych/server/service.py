@@ -148,6 +148,10 @@ class DiffusionService:
         page, more = self._records.page(output=output, after=after, limit=limit, order=order)
         return [self._record(entry) for entry in page], more
 
+    def live(self) -> list[JobRecord]:
+        """Every job that has not ended, oldest first."""
+        return [self._record(entry) for entry in self._records if not entry.ended]
+
     async def wait(self, id: RequestId) -> JobRecord:
         """The job once it has ended; one that is deleted meanwhile ends as cancelled. Raises `NotFound`, and
         `NotReady` when the server stops before."""
@@ -256,7 +260,7 @@ class DiffusionService:
             entry.files = stored
 
     def ticked(self) -> None:
-        """About once a second: look up host names, and count the frames that were dropped."""
+        """About once a second: look up host names, count the frames that were dropped, and forget what expired."""
         for instance in self._router.instances():
             self._known.pop(instance.instance, None)
             self._known[instance.instance] = None
@@ -264,6 +268,8 @@ class DiffusionService:
             del self._known[next(iter(self._known))]
         if self._control is not None:
             self._metrics.dropped = self._control.dropped
+        if self._config.retained_seconds is not None:
+            self._records.expire(time.time() - self._config.retained_seconds)
         if self._addresses.stale and not self._resolving:
             self._resolving = True
             self._spawn(self._resolve())

@@ -1,0 +1,104 @@
+"""Where every door hands in its orders: reads them, keeps within the limits, and remembers the pictures of remixes."""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Mapping
+from typing import Any
+
+from anyio import to_thread
+
+from triptych.api.body import Body
+from triptych.api.orders import Order, Output, accepted, check_handoff, picture_params, read_order
+from triptych.api.ready import need_schema
+from triptych.api.references import References
+from triptych.api.views import metadata_of
+from triptych.config import MIB, ServerConfig
+from triptych.errors import BadRequest
+from triptych.ids import RequestId
+from triptych.server.records import JobRecord
+from triptych.server.service import DiffusionService
+
+PICTURE_BYTES = 64 * MIB
+"""Memory for the pictures of past requests; the oldest go first."""
+
+
+class Desk:
+    """The one way from a request's body to a job."""
+
+    def __init__(self, service: DiffusionService, config: ServerConfig) -> None:
+        self._service = service
+        self._references = References(config)
+        self._pictures: OrderedDict[RequestId, tuple[bytes, ...]] = OrderedDict()
+
+    async def read(self, body: Body, output: Output) -> Order:
+        """The order in ``body``; raises `BadRequest` or kin, and `NotReady` while no model is known."""
+        schema = need_schema(self._service)
+        pictures = picture_params(schema, output)
+        if pictures:
+            body = await self._references.resolve(body, ("input_reference", *pictures))
+        order = await to_thread.run_sync(read_order, schema, body, output)
+        check_handoff(schema, order.params, self._service.smallest_pool())
+        return order
+
+    async def submit(
+        self,
+        order: Order,
+        output: Output,
+        *,
+        params: Mapping[str, Any] | None = None,
+        metadata: Mapping[str, str] | None = None,
+    ) -> JobRecord:
+        """Start a job for ``order``, with ``params`` instead of its own if given."""
+        record = await self._service.submit(
+            dict(order.params if params is None else params),
+            output=output,
+            images=order.images,
+            metadata=metadata_of(order) | dict(metadata or {}),
+        )
+        self._remember(record.id, order.images)
+        return record
+
+    async def remix(self, source: JobRecord, body: Body) -> Order:
+        """The order of ``source`` once more, with the fields of ``body`` in place of its own.
+
+        Raises `BadRequest` when it started from a picture that is no longer remembered and ``body`` has none.
+        """
+        schema = need_schema(self._service)
+        pictures = picture_params(schema, source.output)
+        known = accepted(schema, source.output)
+        fields: dict[str, Any] = {k: v for k, v in source.params.items() if k in known and k not in pictures}
+        fields["model"] = source.metadata.get("model")
+        replaced = {"size": ("width", "height"), "seconds": ("num_frames",)}
+        for name in body.fields.keys() & replaced.keys():
+            for old in replaced[name]:
+                fields.pop(old, None)
+        uploads = dict(body.uploads)
+        given = {pictures[0] if name == "input_reference" and pictures else name for name in (*uploads, *body.fields)}
+        for name in pictures:
+            if name in source.params and name not in given:
+                uploads[name] = self._recall(source, name)
+        text = {k: v if isinstance(v, str) else str(v).lower() for k, v in fields.items() if v is not None}
+        return await self.read(
+            Body(fields=(text if body.form else fields) | body.fields, uploads=uploads, form=body.form), source.output
+        )
+
+    def _remember(self, job: RequestId, pictures: tuple[bytes, ...]) -> None:
+        if not pictures:
+            return
+        self._pictures[job] = pictures
+        held = sum(len(picture) for group in self._pictures.values() for picture in group)
+        while held > PICTURE_BYTES:
+            _, group = self._pictures.popitem(last=False)
+            held -= sum(map(len, group))
+
+    def _recall(self, source: JobRecord, name: str) -> list[bytes]:
+        held = self._pictures.get(source.id)
+        if held is None:
+            raise BadRequest(
+                "input_reference",
+                f"input_reference: the picture that {source.id} started from is no longer kept; send it again",
+                code="missing_field",
+            )
+        value = source.params[name]
+        return [held[item["blob"]] for item in (value if isinstance(value, list) else [value])]

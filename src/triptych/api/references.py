@@ -1,0 +1,134 @@
+"""Pictures that a request names instead of uploading: data URLs, web addresses, and files under the operator's root."""
+
+from __future__ import annotations
+
+import base64
+import binascii
+import re
+from collections.abc import Collection
+from pathlib import Path
+from typing import Any, cast
+from urllib.parse import unquote_to_bytes
+
+from anyio import to_thread
+
+from triptych.api.body import MAX_FILES, Body
+from triptych.api.fetch import Fetcher
+from triptych.api.validation import refuse
+from triptych.config import ServerConfig
+from triptych.errors import BadRequest
+
+_DATA_URL = re.compile(r"data:(?:image/[a-z0-9.+-]+)?(?:;[a-z0-9-]+=[^;,]*)*(;base64)?,", re.IGNORECASE)
+_BASE64 = re.compile(r"[A-Za-z0-9+/\s]{64,}={0,2}\s*")
+_ACCEPTED = "a data URL, an http(s) URL, or {'image_url': one of these}"
+
+
+class References:
+    """Turns references into uploads. ``paths`` of a call: plain base64 and paths under ``input_root`` count too."""
+
+    def __init__(self, config: ServerConfig) -> None:
+        self._limit = config.max_upload_bytes
+        self._root = config.input_root
+        self._fetcher = Fetcher(config.max_upload_bytes) if config.allow_image_urls else None
+
+    async def resolve(self, body: Body, names: Collection[str], *, paths: bool = False) -> Body:
+        """``body`` with every field of ``names`` that holds references among its uploads instead.
+
+        Raises `BadRequest` that names the field.
+        """
+        found = {name: body.fields[name] for name in names if body.fields.get(name) is not None}
+        if not found:
+            return body
+        uploads = {name: list(files) for name, files in body.uploads.items()}
+        for name, value in found.items():
+            values = cast("list[Any]", value) if isinstance(value, list) else [value]
+            if not 0 < len(values) <= MAX_FILES:
+                raise BadRequest(name, f"{name}: has {len(values)} pictures; 1 to {MAX_FILES} are accepted")
+            for one in values:
+                uploads.setdefault(name, []).append(await self._read(name, one, paths))
+        fields = {name: value for name, value in body.fields.items() if name not in found}
+        return Body(fields=fields, uploads=uploads, form=body.form)
+
+    async def _read(self, field: str, value: Any, paths: bool) -> bytes:
+        text = _address(field, value)
+        match text.partition(":")[0].lower():
+            case "data":
+                return self._decoded(field, text)
+            case "http" | "https":
+                if self._fetcher is None:
+                    raise BadRequest(
+                        field,
+                        f"{field}: this server fetches no pictures from the web (--allow-image-urls); "
+                        "send the file itself or a data URL",
+                    )
+                return await self._fetcher.fetch(field, text)
+            case _ if not paths:
+                refuse(field, text, _ACCEPTED)
+            case _:
+                if len(text) > 255 or text.startswith(("iVBOR", "/9j/", "UklGR")):  # how PNG, JPEG and WebP begin
+                    return self._plain(field, text)
+                return await to_thread.run_sync(self._from_root, field, text)
+
+    def _decoded(self, field: str, url: str) -> bytes:
+        head = _DATA_URL.match(url)
+        if head is None:
+            raise BadRequest(field, f"{field}={url[:40]!r}: must be a data URL of an image")
+        rest = url[head.end() :]
+        return self._plain(field, rest) if head[1] else unquote_to_bytes(rest)
+
+    def _plain(self, field: str, text: str) -> bytes:
+        try:
+            return base64.b64decode(unquote_to_bytes(text), validate=True)
+        except (binascii.Error, ValueError) as error:
+            raise BadRequest(field, f"{field}: is not valid base64: {error}") from error
+
+    def _from_root(self, field: str, text: str) -> bytes:
+        if self._root is None:
+            raise BadRequest(
+                field,
+                f"{field}={text[:60]!r}: paths are not accepted, because the operator named no folder for them "
+                "(--input-root); send the file itself or a data URL",
+            )
+        path = contained(self._root, field, text)
+        try:
+            if not path.is_file():
+                raise BadRequest(field, f"{field}={text[:60]!r}: there is no such file under the input folder")
+            with path.open("rb") as file:
+                data = file.read(self._limit + 1)
+        except OSError as error:
+            raise BadRequest(field, f"{field}={text[:60]!r}: cannot be read: {error.strerror}") from error
+        if len(data) > self._limit:
+            raise BadRequest(field, f"{field}: the file has more than {self._limit} bytes")
+        return data
+
+
+def contained(root: Path, field: str, text: str) -> Path:
+    """The path ``text`` under ``root``, with links resolved. Raises `BadRequest` for one that leads elsewhere.
+
+    An absolute path is accepted where it already lies under ``root``.
+    """
+    base = root.resolve()
+    if "\0" in text or len(text) > 1024:
+        raise BadRequest(field, f"{field}: is not a path")
+    try:
+        path = (base / text).resolve()
+    except (OSError, RuntimeError, ValueError) as error:
+        raise BadRequest(field, f"{field}={text[:60]!r}: is not a path") from error
+    if path == base or not path.is_relative_to(base):
+        raise BadRequest(field, f"{field}={text[:60]!r}: leads out of the folder that this server allows")
+    return path
+
+
+def _address(field: str, value: Any) -> str:
+    """The text of a reference in any of the forms that clients send."""
+    if isinstance(value, dict):
+        wrapped = cast("dict[str, Any]", value)
+        if set(wrapped) != {"image_url"}:
+            names = ", ".join(sorted(map(str, wrapped)))[:60] or "nothing"
+            raise BadRequest(field, f"{field}: has {names}; must be {_ACCEPTED}")
+        value = wrapped["image_url"]
+        if isinstance(value, dict) and set(cast("dict[str, Any]", value)) == {"url"}:
+            value = cast("dict[str, Any]", value)["url"]
+    if not isinstance(value, str) or not value:
+        refuse(field, value, _ACCEPTED)
+    return value
