@@ -38,7 +38,7 @@ from triptych.core.events import (
     Usage,
 )
 from triptych.core.voice import Voice
-from triptych.core.work import Phase, Work
+from triptych.core.work import PROGRESS_INTERVAL, RESEND_INTERVAL, Phase, Work
 from triptych.ids import CopyId, Epoch, Role
 from triptych.wire.manifest import Manifest
 from triptych.wire.messages import (
@@ -59,12 +59,6 @@ from triptych.wire.messages import (
 
 HELLO_INTERVAL = 1.0
 """Seconds between hellos until one is answered."""
-
-RESEND_INTERVAL = 2.0
-"""Seconds after which an outcome that was not acknowledged is sent again."""
-
-PROGRESS_INTERVAL = 0.2
-"""Seconds between progress reports of one lease."""
 
 _REMEMBERED = 1024
 """Leases that are remembered as over."""
@@ -130,8 +124,8 @@ class InstanceMachine:
         if self._halted:
             return self._out
         match event:
-            case FromServer(message=message):
-                self._from_server(event) if message.epoch == self._hello.epoch else self._stale(event)
+            case FromServer():
+                self._from_server(event)
             case Pulled():
                 self._pulled(event)
             case PullFailed():
@@ -183,6 +177,9 @@ class InstanceMachine:
 
     def _from_server(self, event: FromServer) -> None:
         message = event.message
+        if message.epoch != self._hello.epoch:
+            self._stale(event)
+            return
         match message:
             case Welcome():
                 # Nothing tells which of two server lives is the later one. So a welcome is believed when one is due,
@@ -191,11 +188,10 @@ class InstanceMachine:
                     self._stale(event)
                 else:
                     self._welcome(message)
+            case Refused() if self._welcomed:
+                self._stale(event)
             case Refused(reason=reason):
-                if self._welcomed:
-                    self._stale(event)
-                else:
-                    self._halt(f"the server refused this instance: {reason}")
+                self._halt(f"the server refused this instance: {reason}")
             case Unknown():
                 # An answer to an earlier heartbeat may arrive after the hello that it asks for.
                 if self._welcomed or self._now >= self._next_hello:
@@ -264,8 +260,7 @@ class InstanceMachine:
                     self._copies.pop(copy, None)
                 self._out.append(ReleaseCopies(copies=copies))
             case Ack(leases=leases):
-                for lease in leases:
-                    self._acknowledged(lease)
+                self._acknowledged(leases)
             case Welcome() | Refused() | Unknown():
                 raise AssertionError("membership is not work")
             case _:
@@ -310,12 +305,12 @@ class InstanceMachine:
             work.phase = Phase.ABORTING
             self._out.append(Abort(lease=lease))
 
-    def _acknowledged(self, lease: Lease) -> None:
-        work = self._works.get(lease)
-        if work is not None and work.outcome is not None:
-            del self._works[lease]
-            self._remember(lease)
-            self._out.append(Forget(lease=lease))
+    def _acknowledged(self, leases: tuple[Lease, ...]) -> None:
+        for lease in leases:
+            if (work := self._works.get(lease)) is not None and work.outcome is not None:
+                del self._works[lease]
+                self._remember(lease)
+                self._out.append(Forget(lease=lease))
 
     def _remember(self, lease: Lease) -> None:
         self._over[lease] = None
@@ -361,8 +356,8 @@ class InstanceMachine:
         if work is None or work.outcome is not None:
             self._count("repeated_outcome", type(outcome).__name__, outcome.lease)
             if isinstance(outcome, Staged):
-                orphans = (output.manifest.copy for output in outcome.outputs)
-                self._out.append(ReleaseCopies(copies=tuple(copy for copy in orphans if copy not in self._copies)))
+                made = {output.manifest.copy for output in outcome.outputs}
+                self._out.append(ReleaseCopies(copies=tuple(sorted(made - self._copies.keys()))))
             return
         self._report_progress(work)
         work.outcome = outcome
@@ -388,11 +383,10 @@ class InstanceMachine:
     def _report_progress(self, work: Work) -> None:
         if work.progress is None:
             return
-        step, steps = work.progress
+        self._report(work.lease.role, self._voice.progress(work.lease, *work.progress))
         work.progress = None
         work.progress_at = self._now
         work.due = Work.NEVER
-        self._report(work.lease.role, self._voice.progress(work.lease, step, steps))
 
     def _report_outcome(self, work: Work) -> None:
         assert work.outcome is not None

@@ -8,6 +8,12 @@ from typing import Any, ClassVar
 
 from triptych.wire.messages import Lease, Outcome
 
+RESEND_INTERVAL = 2.0
+"""Seconds after which an outcome that was not acknowledged is sent again."""
+
+PROGRESS_INTERVAL = 0.2
+"""Seconds between progress reports of one lease."""
+
 
 class Phase(enum.Enum):
     """Where a lease is inside the instance."""

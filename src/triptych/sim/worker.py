@@ -106,6 +106,7 @@ class SimInstance:
         """The server life that each lease was begun under."""
         self._inputs: dict[Lease, tuple[Manifest, ...]] = {}
         self._aborted: set[Lease] = set()
+        self._copies = 0
         self._timer = float("inf")
         self._line: list[Lease] = []
         """Leases of the compute thread; the first one is being computed."""
@@ -292,7 +293,7 @@ class SimInstance:
             del self.pool[oldest]
             self._later(0.0, partial(self._feed, CopiesDropped(copies=(oldest,))))
         manifest = Manifest(
-            copy=CopyId(f"{self.epoch}:{lease.request}/{lease.role}.{lease.attempt}>{consumer}"),
+            copy=CopyId(f"{self.epoch}:{lease.request}/{lease.role}.{lease.attempt}>{consumer}#{self._copies}"),
             request=lease.request,
             producer=self.id,
             epoch=self.epoch,
@@ -302,6 +303,7 @@ class SimInstance:
             tree=lease.role.encode(),
             locators=(),
         )
+        self._copies += 1
         self.pool[manifest.copy] = manifest
         return Output(consumer=consumer, manifest=manifest)
 
