@@ -131,6 +131,14 @@ class Painter(NoopInstance):
         self.post(Ended(outcome=self.outcome(lease)))
 
 
+@pytest.fixture(scope="session")
+def picture() -> bytes:
+    """A small PNG."""
+    buffer = io.BytesIO()
+    Image.new("RGB", (16, 8), (1, 2, 3)).save(buffer, "PNG")
+    return buffer.getvalue()
+
+
 def paint(params: dict[str, Any], index: int) -> bytes:
     """A picture of one colour, which is the seed's."""
     buffer = io.BytesIO()
@@ -194,7 +202,7 @@ class House:
 
     async def _serve(self) -> None:
         door = listen("127.0.0.1", self.config.port, "--port")
-        service = DiffusionService(self.config)
+        service = self.service = DiffusionService(self.config)
         app = create_app(service, self.config)
         options = uvicorn.Config(app, log_config=None, access_log=False, lifespan="off", ws="none")
         options.timeout_graceful_shutdown = 5

@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 from fastapi import FastAPI
 
 import triptych
 from triptych.api import errors
+from triptych.api.context import Context
 from triptych.api.desk import Desk
+from triptych.api.events import Events
 from triptych.api.files import Files
+from triptych.api.forecast import Forecast
 from triptych.api.gate import Gate, HttpMetrics
 from triptych.api.images import ImageRoutes
 from triptych.api.openapi import describe
@@ -19,9 +23,14 @@ from triptych.config import ServerConfig
 from triptych.server.service import DiffusionService
 
 
-def create_app(service: DiffusionService, config: ServerConfig) -> FastAPI:
+def _never() -> bool:
+    return False
+
+
+def create_app(service: DiffusionService, config: ServerConfig, *, stopping: Callable[[], bool] = _never) -> FastAPI:
     """The HTTP application over ``service``, which its owner starts and closes.
 
+    ``stopping`` says whether the server is about to end, so that streams end with it.
     No page is served that would load anything from another host, and no origin is allowed besides the server's own.
     """
     app = FastAPI(
@@ -33,9 +42,16 @@ def create_app(service: DiffusionService, config: ServerConfig) -> FastAPI:
     )
     app.add_middleware(Gate, max_body=config.max_upload_bytes, metrics=HttpMetrics(service.registry))
     errors.install(app)
-    desk = Desk(service, config)
-    Videos(service, config, desk).add_to(app)
-    ImageRoutes(service, config, desk).add_to(app)
+    forecast = Forecast()
+    context = Context(
+        service=service,
+        config=config,
+        desk=Desk(service, config),
+        forecast=forecast,
+        events=Events(service, forecast, stopping),
+    )
+    Videos(context).add_to(app)
+    ImageRoutes(context).add_to(app)
     Files(service).add_to(app)
     Operations(service).add_to(app)
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import OrderedDict
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any
 
 from anyio import to_thread
@@ -79,9 +80,11 @@ class Desk:
             if name in source.params and name not in given:
                 uploads[name] = self._recall(source, name)
         text = {k: v if isinstance(v, str) else str(v).lower() for k, v in fields.items() if v is not None}
-        return await self.read(
-            Body(fields=(text if body.form else fields) | body.fields, uploads=uploads, form=body.form), source.output
-        )
+        whole = Body(fields=(text if body.form else fields) | body.fields, uploads=uploads, form=body.form)
+        order = await self.read(whole, source.output)
+        if body.fields.keys().isdisjoint(("seconds", "num_frames", "fps")):
+            order = replace(order, seconds=source.metadata.get("seconds", order.seconds))  # as its client once said it
+        return order
 
     def _remember(self, job: RequestId, pictures: tuple[bytes, ...]) -> None:
         if not pictures:

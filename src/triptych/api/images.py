@@ -12,18 +12,16 @@ from fastapi import FastAPI, Request
 from starlette.responses import JSONResponse, Response
 
 from triptych.api.body import read_body
-from triptych.api.desk import Desk
+from triptych.api.context import Context
 from triptych.api.errors import CLIENT_CLOSED, DeadlinePassed, JobCancelled
 from triptych.api.orders import Order
 from triptych.api.ready import need_schema
 from triptych.api.routes import STRICT, errors
 from triptych.api.shapes import ImageData, Images
 from triptych.api.views import error_of, timings_of
-from triptych.config import ServerConfig
 from triptych.core.events import JobState
 from triptych.errors import BadRequest, NotFound, StageError
 from triptych.server.records import JobRecord, StoredFile
-from triptych.server.service import DiffusionService
 from triptych.wire.schema import RequestSchema
 
 GRACE_SECONDS = 30.0
@@ -33,9 +31,11 @@ GRACE_SECONDS = 30.0
 class ImageRoutes:
     """The endpoints under /v1/images."""
 
-    def __init__(self, service: DiffusionService, config: ServerConfig, desk: Desk) -> None:
-        self._service = service
-        self._desk = desk
+    def __init__(self, context: Context) -> None:
+        self._service = context.service
+        self._desk = context.desk
+        self._forecast = context.forecast
+        config = context.config
         self._deadline = config.queue_timeout + config.run_timeout + GRACE_SECONDS
 
     def add_to(self, app: FastAPI) -> None:
@@ -113,6 +113,7 @@ class ImageRoutes:
 
     async def _end(self, job: JobRecord) -> JobRecord:
         record = await self._service.wait(job.id)
+        self._forecast.learn(record)
         error = error_of(record.view)
         if error is None:
             return record

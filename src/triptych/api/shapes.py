@@ -101,6 +101,25 @@ class VideoDeleted(_Shape):
     deleted: bool = True
 
 
+class JobEvent(_Shape):
+    """Data of one server-sent event about a job."""
+
+    id: str
+    status: Literal["queued", "in_progress", "completed", "failed"]
+    stage: str
+    progress: int
+    step: int
+    steps: int
+    attempt: int
+    position: int | None
+    """Place in the queue, from 0, while waiting for an instance."""
+    starts_in_seconds: float | None
+    """Until the stage that it waits for, as far as past jobs tell; null when nothing is known."""
+    eta_seconds: float | None
+    """Until the end, waiting for later stages left out; null when nothing is known."""
+    error: JobError | None
+
+
 class ImageData(_Shape):
     """One image: either its address on this server or its bytes."""
 

@@ -10,18 +10,17 @@ from pydantic import JsonValue
 from starlette.responses import FileResponse
 
 from triptych.api.body import read_body
+from triptych.api.context import Context
 from triptych.api.derived import MIME, SUFFIX, Derived
-from triptych.api.desk import Desk
 from triptych.api.errors import NoContent, NotFinished
+from triptych.api.events import EVENTS_RESPONSE, EventStream
 from triptych.api.files import media_response
 from triptych.api.routes import STRICT, errors
 from triptych.api.shapes import Video, VideoDeleted, VideoList
 from triptych.api.views import error_of, status_of, video_of
-from triptych.config import ServerConfig
 from triptych.errors import NotFound
 from triptych.ids import RequestId
 from triptych.server.records import JobRecord
-from triptych.server.service import DiffusionService
 
 _ID: dict[str, JsonValue] = {"pattern": "^video_[0-9a-f]{32}$"}
 
@@ -35,11 +34,13 @@ CREATE_STATUSES = (400, 404, 408, 413, 415, 429, 500, 503, 507)
 class Videos:
     """The endpoints under /v1/videos."""
 
-    def __init__(self, service: DiffusionService, config: ServerConfig, desk: Desk) -> None:
-        self._service = service
-        self._desk = desk
+    def __init__(self, context: Context) -> None:
+        self._service = context.service
+        self._desk = context.desk
+        self._forecast = context.forecast
+        self._events = context.events
         self._derived = Derived()
-        self._kept = config.retained_seconds
+        self._kept = context.config.retained_seconds
 
     def add_to(self, app: FastAPI) -> None:
         """Add the routes."""
@@ -59,6 +60,16 @@ class Videos:
                 dependencies=STRICT,
                 tags=["videos"],
             )
+        app.add_api_route(
+            "/v1/videos/{video_id}/events",
+            self.events,
+            methods=["GET"],
+            summary="Follow a video job as server-sent events",
+            response_class=EventStream,
+            responses={200: EVENTS_RESPONSE, **errors(400, 404, 500)},
+            dependencies=STRICT,
+            tags=["videos"],
+        )
         content = "/v1/videos/{video_id}/content"
         app.add_api_route(
             content,
@@ -104,10 +115,16 @@ class Videos:
 
     async def retrieve(self, video_id: str, response: Response) -> Video:
         """The job as it is now."""
-        video = self._shown(self._find(video_id))
+        record = self._find(video_id)
+        self._forecast.learn(record)
+        video = self._shown(record)
         if video.status in ("queued", "in_progress"):
             response.headers["openai-poll-after-ms"] = POLL_MILLISECONDS
         return video
+
+    async def events(self, video_id: str) -> EventStream:
+        """The job from now until its end: events queued, stage, step, done and failed."""
+        return self._events.respond(self._find(video_id))
 
     async def delete(self, video_id: str) -> VideoDeleted:
         """Stop the job if it is live, and remove it with its file."""

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict
 from typing import Literal
+
+from msgspec.structs import asdict
 
 from triptych.api.orders import Order
 from triptych.api.shapes import JobError, Timing, Video
@@ -47,6 +48,13 @@ def progress_of(view: JobView) -> int:
     return 5 + 85 * view.step // view.steps if view.steps else 0
 
 
+def step_of(record: JobRecord) -> tuple[int, int]:
+    """Denoising steps done, and of how many."""
+    view = record.view
+    steps = view.steps or int(record.params.get("num_inference_steps", 0))  # the view counts only while they run
+    return (steps if view.state in _DENOISED else view.step), steps
+
+
 def error_of(view: JobView) -> JobError | None:
     """Why the job failed; None unless it did."""
     if view.error is not None:
@@ -67,7 +75,7 @@ def video_of(record: JobRecord, kept_seconds: float | None) -> Video:
     """A job as OpenAI's video object; ``kept_seconds`` is how long ended jobs are kept."""
     view, params = record.view, record.params
     file = record.files[0] if record.files else None
-    steps = view.steps or int(params.get("num_inference_steps", 0))  # the view counts only while they run
+    step, steps = step_of(record)
     return Video(
         id=record.id,
         created_at=int(record.created_at),
@@ -83,7 +91,7 @@ def video_of(record: JobRecord, kept_seconds: float | None) -> Video:
         status=status_of(record),
         started_at=_whole(record.started_at),
         stage=view.state.value,
-        step=steps if view.state in _DENOISED else view.step,
+        step=step,
         steps=steps,
         attempt=view.attempt,
         position=view.position,

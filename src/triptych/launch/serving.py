@@ -35,7 +35,7 @@ async def _serve(config: ServerConfig, on_started: Callable[[], None] | None) ->
 
     door = listen(config.host, config.port, "--port")
     service = DiffusionService(config)
-    app = create_app(service, config)
+    app = create_app(service, config, stopping=lambda: server.should_exit)
     server = uvicorn.Server(
         uvicorn.Config(
             app,
