@@ -65,7 +65,7 @@ class Videos:
             self.events,
             methods=["GET"],
             summary="Follow a video job as server-sent events",
-            response_class=EventStream,
+            response_class=Response,
             responses={200: EVENTS_RESPONSE, **errors(400, 404, 500)},
             dependencies=STRICT,
             tags=["videos"],
