@@ -19,8 +19,8 @@ from triptych.pipeline.stage import Clip, StageOutput, StageResult, StageRun
 Inbox = dict[Role, list[tuple[bytes, list[torch.Tensor]]]]
 
 ROLE_WEIGHTS = {
-    Role.ENCODER: ("text_encoder", "text_encoder_2", "image_encoder"),
-    Role.DENOISER: ("transformer", "transformer_2"),
+    Role.ENCODER: ("text_encoder", "text_encoder_2", "image_encoder", "vision_language_encoder"),
+    Role.DENOISER: ("transformer", "transformer_2", "unet"),
     Role.DECODER: ("vae",),
 }
 

@@ -1,8 +1,9 @@
 """Answers of components as plain values, and back: what a replay needs of them, and nothing that it does not.
 
-A text encoder's answer may hold every layer's hidden states, logits over the vocabulary and a key-value cache, of which
-a pipeline reads one tensor. Answers are therefore handed to the pipeline through readers that note what is read; only
-that is kept, cloned before the pipeline can change it in place. The rest comes back as a placeholder that cannot be used.
+A text encoder's answer may hold every layer's hidden states, logits over the vocabulary and a key-value cache, of
+which a pipeline reads one tensor. Answers are therefore handed to the pipeline through readers that note what is read;
+only that is kept, as it was before the pipeline could change it in place. The rest comes back as a placeholder that
+cannot be used.
 
 Plain form: nested lists whose first item says what follows, so that the codec of pipeline state carries them.
 """
@@ -33,9 +34,9 @@ class OutputClasses:
     def __init__(self, components: Iterable[type[Any]]) -> None:
         from diffusers.models import modeling_outputs as of_diffusers
         from diffusers.models.autoencoders import vae
-        from diffusers.utils import BaseOutput
+        from diffusers.utils.outputs import BaseOutput
         from transformers import modeling_outputs as of_transformers
-        from transformers.utils import ModelOutput
+        from transformers.utils.generic import ModelOutput
 
         modules = {module.__name__ for module in (of_diffusers, vae, of_transformers)}
         modules.update(base.__module__ for kind in components for base in kind.__mro__)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import logging
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -14,11 +14,12 @@ from triptych.config import ModelConfig
 from triptych.errors import ModelError
 from triptych.ids import ROLES, Role
 from triptych.pipeline.cut import Cut, cut
-from triptych.pipeline.families import MODULAR_NAMES, family_of
+from triptych.pipeline.families import family_of
 from triptych.pipeline.fingerprint import fingerprint
+from triptych.pipeline.known import modular_counterpart
 from triptych.pipeline.modular import LoadedRole, ModularRolePipeline
 from triptych.pipeline.replay import ReplayRolePipeline
-from triptych.pipeline.replay_load import REPLAYED, load_replay
+from triptych.pipeline.replay_load import load_replay
 from triptych.pipeline.schema import build_schema, read_settings
 from triptych.pipeline.source import index_components, read_index, resolve_source
 from triptych.pipeline.standin import stand_in
@@ -35,13 +36,13 @@ def load_pipeline(model: ModelConfig, roles: tuple[Role, ...], device: str) -> M
     quiet_libraries()
     folder = resolve_source(model.path)
     index = read_index(folder)
+    present = index_components(index)
+    _check_overrides(model.components, present)
     if modular_counterpart(index["_class_name"]) is None:
         return load_replay(model, index, roles, device)
     dtype: torch.dtype = getattr(torch, model.effective_dtype)
     whole = _whole_pipeline(folder, index)
     parts = cut(type(whole).__name__, whole.blocks)
-    present = index_components(index)
-    _check_overrides(model.components, present)
     wanted = _needed(parts, roles, present)
     folder = resolve_source(model.path, wanted)
     stand_ins = {name: stand_in(folder, name, *entry, dtype) for name, entry in present.items()}
@@ -85,22 +86,6 @@ def _whole_pipeline(folder: Path, index: dict[str, Any]) -> Any:
         return getattr(diffusers, counterpart(index))(pretrained_model_name_or_path=str(folder), config_dict=index)
     except (OSError, ValueError, RuntimeError, AttributeError, ImportError) as error:
         raise ModelError(f"model {str(folder)!r}: the modular pipeline of {classic} fails: {error}") from error
-
-
-def modular_counterpart(classic: str) -> Callable[[dict[str, Any]], str] | None:
-    """What names the modular class for a model index of a classic one; None where the class is better replayed."""
-    from diffusers.modular_pipelines.modular_pipeline import MODULAR_PIPELINE_MAPPING
-
-    counterparts: dict[str | None, Any] = {**MODULAR_PIPELINE_MAPPING}
-    return None if classic in REPLAYED else counterparts.get(_modular_name(classic))
-
-
-def _modular_name(classic: str) -> str | None:
-    if classic in MODULAR_NAMES:
-        return MODULAR_NAMES[classic]
-    from diffusers.pipelines.auto_pipeline import _get_model  # pyright: ignore[reportPrivateUsage]
-
-    return _get_model(classic)
 
 
 def _check_overrides(overrides: Mapping[str, str], present: Mapping[str, tuple[str, str]]) -> None:

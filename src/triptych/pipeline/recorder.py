@@ -1,8 +1,9 @@
-"""One run of a classic pipeline's ``__call__`` in one role: its own components compute, the others answer from a record.
+"""One run of a classic pipeline's ``__call__`` in one role: own components compute, others answer from a record.
 
-The encoder records what text, image and VAE encoders answer and stops at the first denoiser call. The denoiser replays
-these answers, runs the denoisers, and stops where latents would be decoded. The decoder replays too, with zeros for what
-the denoisers gave, and decodes the latents that it was sent. Replaying is deterministic, so all three take one path.
+The encoder records what text, image and VAE encoders answer and stops at the first denoiser call. The denoiser
+replays these answers, runs the denoisers, and stops where latents would be decoded. The decoder replays too, with zeros
+for what the denoisers gave, and decodes the latents that it was sent. All three take the same path through the code,
+for they start from the same arguments and random states.
 """
 
 from __future__ import annotations
@@ -161,14 +162,11 @@ class RoleRun:
     def _denoiser(self, name: str, component: torch.nn.Module) -> Method:
         match self._role:
             case Role.ENCODER:
-                return self._stop
+                return lambda *_, **__: _stop()
             case Role.DENOISER:
                 return self._predict(name, component)
             case Role.DECODER:
                 return self._zeros(name)
-
-    def _stop(self, *_: Any, **__: Any) -> Any:
-        raise Stop
 
     def _predict(self, name: str, component: torch.nn.Module) -> Method:
         def run(*args: Any, **kwargs: Any) -> Any:
@@ -216,3 +214,7 @@ class RoleRun:
             return real(*self._classes.rebuilt(sent), **self._classes.rebuilt(named))
 
         return run
+
+
+def _stop() -> Any:
+    raise Stop

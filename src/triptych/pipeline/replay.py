@@ -33,7 +33,6 @@ class ReplayModel:
     schema: RequestSchema
     fingerprint: str
     device: torch.device
-    dtype: torch.dtype
 
 
 class ReplayRolePipeline:
@@ -42,7 +41,14 @@ class ReplayRolePipeline:
     def __init__(self, *, model: ReplayModel, pipelines: dict[Role, Any], owned: dict[Role, frozenset[str]]) -> None:
         self.model = model
         self._pipelines = pipelines
-        self._owned = owned
+        self._cast = {
+            role: [
+                (component, component.dtype)
+                for component in (getattr(pipelines[role], name) for name in names)
+                if hasattr(component, "decode")
+            ]
+            for role, names in owned.items()
+        }
 
     @property
     def roles(self) -> tuple[Role, ...]:
@@ -92,10 +98,9 @@ class ReplayRolePipeline:
 
     def settle(self, role: Role) -> None:
         """Cast back what a pipeline has cast for a while and, stopped in between, has left so."""
-        for name in self._owned[role]:
-            component = self.component(role, name)
-            if component.dtype != self.model.dtype and not _mixed(component):
-                component.to(self.model.dtype)
+        for component, dtype in self._cast[role]:
+            if component.dtype != dtype:
+                component.to(dtype)
 
     def _received(self, role: Role, inputs: Sequence[tuple[bytes, Sequence[torch.Tensor]]]) -> dict[str, Any]:
         values: dict[str, Any] = {}
@@ -200,8 +205,3 @@ class _ReplayStage:
     def _handed(self, consumer: Role, answers: list[Any]) -> StageOutput:
         tree, tensors = encode_state({"call": self._call, "seed": self._seed, "answers": answers}, {})
         return StageOutput(consumer=consumer, tree=tree, tensors=tensors)
-
-
-def _mixed(component: torch.nn.Module) -> bool:
-    """Whether a component is loaded in several dtypes on purpose."""
-    return bool(getattr(component, "_keep_in_fp32_modules", None))

@@ -41,8 +41,8 @@ def encoder_shadow(
 ) -> Any:
     """A shadow whose computing methods, and those of its parts down to ``depth`` levels, go through ``wrap``.
 
-    ``wrap(key, method)`` gives what runs instead; ``key`` is the dotted path. Some pipelines call a text encoder's inner
-    model or its last norm.
+    ``wrap(key, method)`` gives what runs instead; ``key`` is the dotted path. Some pipelines call a text encoder's
+    inner model or its last norm.
     """
     made = shadow(module)
     for method in RECORDED:

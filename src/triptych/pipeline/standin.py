@@ -40,10 +40,17 @@ class ConfigOnly:
 
 
 def component_class(name: str, library: str, class_name: str) -> type[Any]:
-    """The class that a model index names; raises `ModelError` for one that the installed libraries lack."""
-    if library not in ("diffusers", "transformers"):
+    """The class that a model index names; raises `ModelError` for one that the installed libraries lack.
+
+    ``library`` is diffusers, transformers, or one of the packages of ``diffusers.pipelines``.
+    """
+    if library in ("diffusers", "transformers"):
+        module: Any = importlib.import_module(library)
+    else:
+        module = getattr(importlib.import_module("diffusers.pipelines"), library, None)
+    if module is None:
         raise ModelError(f"component {name!r}: library {library!r} is neither diffusers nor transformers")
-    found = getattr(importlib.import_module(library), class_name, None)
+    found = getattr(module, class_name, None)
     if not isinstance(found, type):
         raise ModelError(f"component {name!r}: the installed {library} has no class {class_name!r}")
     return found

@@ -1,0 +1,49 @@
+"""Which classic pipeline classes Diffusers has a modular counterpart for, read without importing any of them."""
+
+from __future__ import annotations
+
+import ast
+import functools
+import importlib.util
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+from triptych.pipeline.families import MODULAR_NAMES
+
+REPLAYED = frozenset(
+    {"StableDiffusionXLPipeline", "StableDiffusionXLImg2ImgPipeline", "StableDiffusionXLControlNetPipeline"}
+)
+"""Classes that have modular blocks which are not three parts: their encoder touches the U-Net."""
+
+
+def modular_counterpart(classic: str) -> Callable[[dict[str, Any]], str] | None:
+    """What names the modular class, given a model index of the classic one; None where the class is to be replayed."""
+    from diffusers.modular_pipelines.modular_pipeline import MODULAR_PIPELINE_MAPPING
+
+    counterparts: Mapping[str | None, Any] = {**MODULAR_PIPELINE_MAPPING}
+    return None if classic in REPLAYED else counterparts.get(modular_name(classic))
+
+
+def modular_name(classic: str) -> str | None:
+    """Diffusers' name of a classic class's family; None for a class that it lists nowhere."""
+    return MODULAR_NAMES.get(classic) or _automatic_names().get(classic)
+
+
+@functools.cache
+def _automatic_names() -> dict[str, str]:
+    """Class to family, as Diffusers' automatic pipelines list them.
+
+    Importing these lists would import every pipeline: seconds, and warnings of other libraries. Their source says it.
+    """
+    spec = importlib.util.find_spec("diffusers.pipelines.auto_pipeline")
+    assert spec is not None
+    assert spec.origin is not None
+    found: dict[str, str] = {}
+    for node in ast.walk(ast.parse(Path(spec.origin).read_text())):
+        match node:
+            case ast.Tuple(elts=[ast.Constant(value=str(name)), ast.Name(id=classic)]):
+                found.setdefault(classic, name)
+            case _:
+                continue
+    return found

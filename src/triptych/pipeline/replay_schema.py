@@ -1,0 +1,194 @@
+"""What requests may say to a classic pipeline, and how that becomes arguments of its ``__call__``."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import msgspec
+
+from triptych.pipeline.anatomy import Anatomy
+from triptych.pipeline.cut import Cut
+from triptych.pipeline.families import Family, Preset
+from triptych.pipeline.request import first_state
+from triptych.pipeline.schema import COUNT_INPUTS, Settings, build_schema
+from triptych.wire.schema import HandoffSize, Param, RequestSchema
+
+ALIASES: dict[str, tuple[str, ...]] = {
+    "guidance_scale": ("guidance_scale", "max_guidance_scale", "true_cfg_scale"),
+    "num_frames": ("num_frames", "video_length", "frames"),
+    "fps": ("fps", "frame_rate"),
+}
+"""Request parameter to what pipelines call it, the first that a signature has."""
+
+_SAME = ("prompt", "negative_prompt", "height", "width", "num_inference_steps", "max_sequence_length", *COUNT_INPUTS)
+
+_SIDE_MULTIPLES = {"GlmImagePipeline": 32}
+"""Classes that ask for more than the sizes in their configs say."""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+class _Entry:
+    """One parameter, as a modular block would declare it."""
+
+    name: str
+    default: Any = None
+
+
+def call_arguments(anatomy: Anatomy, params: Mapping[str, Any], images: Sequence[bytes]) -> tuple[dict[str, Any], int]:
+    """Arguments of ``__call__`` without the generator, and the seed. ``params`` are complete.
+
+    Raises `BadRequest` for an image that cannot be read.
+    """
+    arguments = first_state(_declared(anatomy), params, images)
+    seed = arguments.pop("generator").initial_seed()
+    for name, own in _aliases(anatomy).items():
+        arguments.pop(name, None)
+        if params.get(name) is not None:
+            arguments[own] = params[name]
+    return {name: value for name, value in arguments.items() if name in anatomy.parameters}, seed
+
+
+def build_replay_schema(
+    model: str, index: dict[str, Any], pipeline: Any, anatomy: Anatomy, settings: Settings
+) -> RequestSchema:
+    """The schema of a classic pipeline. ``pipeline`` has its configs, be it with stand-ins only."""
+    given = frozenset(name for name in ("prompt", "image") if name in _names(anatomy))
+    parts = Cut(
+        inputs=_declared(anatomy),
+        outputs=frozenset({"videos" if anatomy.output == "video" else "images"}),
+        parts={},
+        needs={},
+        denoiser_writes=frozenset(),
+        executed={},
+        given=given,
+    )
+    facts = _Facts(pipeline)
+    family = Family(preset=_preset(facts, anatomy))
+    schema = build_schema(model, index, facts, parts, family, settings)
+    multiple = _side_multiple(facts, index["_class_name"])
+    params = tuple(_adapted(param, multiple) for param in schema.params if param.name != "prompt" or "prompt" in given)
+    return msgspec.structs.replace(
+        schema, split="replay", params=params, handoff=_handoff(schema.handoff, schema.params, given)
+    )
+
+
+def _names(anatomy: Anatomy) -> dict[str, Any]:
+    """Request parameters that the call takes, with the call's defaults."""
+    found = {name: anatomy.parameters[name] for name in _SAME if name in anatomy.parameters}
+    if anatomy.takes_image:
+        found["image"] = None
+    found |= {name: anatomy.parameters[own] for name, own in _aliases(anatomy).items()}
+    return found
+
+
+def _aliases(anatomy: Anatomy) -> dict[str, str]:
+    found: dict[str, str] = {}
+    for name, owns in ALIASES.items():
+        if own := next((own for own in owns if own in anatomy.parameters), None):
+            found[name] = own
+    return found
+
+
+def _declared(anatomy: Anatomy) -> tuple[_Entry, ...]:
+    """The signature in the form in which modular blocks declare their inputs."""
+    names = {**_names(anatomy), "generator": None, "output_type": None}
+    return tuple(
+        _Entry(name=name, default=default if isinstance(default, (int, float, str)) else None)
+        for name, default in names.items()
+    )
+
+
+def _preset(facts: Any, anatomy: Anatomy) -> Preset:
+    """Defaults from the signature, and where it says None, from the configs that the pipeline itself falls back to."""
+    names = _names(anatomy)
+    fields = {field.name for field in dataclasses.fields(Preset)}
+    numbers: dict[str, Any] = {
+        name: default
+        for name, default in names.items()
+        if name in fields and isinstance(default, (int, float)) and not isinstance(default, bool)
+    }
+    for side in ("height", "width"):
+        if not numbers.get(side) and (size := _native_size(facts, side)):
+            numbers[side] = size
+    if anatomy.output == "video" and not numbers.get("num_frames"):
+        frames = _config(facts, "num_frames") or _config(facts, "sample_frames")
+        if isinstance(frames, int):
+            numbers["num_frames"] = frames
+    if "fps" in numbers:
+        numbers["fps"] = round(numbers["fps"])
+    return Preset(**numbers)
+
+
+def _native_size(facts: Any, side: str) -> int:
+    """The height or width in pixels that the denoiser was trained at; 0 when its config does not say."""
+    if isinstance(default := getattr(facts, f"default_{side}", None), int):
+        return default
+    own = getattr(facts, "default_sample_size", None)
+    latent = _config(facts, f"sample_{side}") or _config(facts, "sample_size") or own
+    if isinstance(latent, (list, tuple)):
+        latent = latent[0 if side == "height" else -1]
+    return latent * facts.vae_scale_factor if isinstance(latent, int) else 0
+
+
+class _Facts:
+    """A pipeline with its compression factors under the names that the schema knows."""
+
+    def __init__(self, pipeline: Any) -> None:
+        self._pipeline = pipeline
+        self.vae_scale_factor = _factor(pipeline, _SPATIAL) or 8
+        self.vae_scale_factor_temporal = _factor(pipeline, _TEMPORAL) or 1
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._pipeline, name)
+
+
+_SPATIAL = (
+    "vae_scale_factor", "vae_scale_factor_spatial", "vae_spatial_compression_ratio", "vae_spatial_scale_factor",
+    "movq_scale_factor",
+)  # fmt: skip
+_TEMPORAL = ("vae_scale_factor_temporal", "vae_temporal_compression_ratio", "vae_temporal_scale_factor")
+
+
+def _factor(pipeline: Any, names: tuple[str, ...]) -> int | None:
+    return next((value for name in names if isinstance(value := getattr(pipeline, name, None), int)), None)
+
+
+def _config(pipeline: Any, key: str) -> Any:
+    for name in ("transformer", "unet"):
+        value = getattr(getattr(getattr(pipeline, name, None), "config", None), key, None)
+        if value is not None:
+            return value
+    return None
+
+
+def _side_multiple(facts: Any, pipeline_class: str) -> int:
+    """What sides must divide by, for a U-Net to halve them as often as it does, and where a class asks for more."""
+    levels = getattr(getattr(getattr(facts, "unet", None), "config", None), "block_out_channels", None)
+    own = facts.vae_scale_factor * 2 ** (len(levels) - 1) if levels else 1
+    return math.lcm(own, _SIDE_MULTIPLES.get(pipeline_class, 1))
+
+
+def _adapted(param: Param, multiple: int) -> Param:
+    if param.name not in ("height", "width") or param.multiple_of is None:
+        return param
+    multiple = math.lcm(multiple, param.multiple_of)
+    default = int(param.default or 0)
+    most = max(int(param.maximum or 0), default)
+    return msgspec.structs.replace(
+        param,
+        multiple_of=multiple,
+        minimum=multiple,
+        maximum=most - most % multiple,
+        default=max(multiple, default - default % multiple),
+    )
+
+
+def _handoff(handoff: HandoffSize | None, params: Sequence[Param], given: frozenset[str]) -> HandoffSize | None:
+    """Room for the picture itself, which travels to the roles that replay."""
+    if handoff is None or "image" not in given:
+        return handoff
+    side = max(int(param.maximum or 0) for param in params if param.name in ("height", "width"))
+    return msgspec.structs.replace(handoff, text_bytes=handoff.text_bytes + 3 * side * side)
