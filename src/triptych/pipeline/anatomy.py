@@ -89,7 +89,7 @@ class _Reading:
         self.parameters = {
             name: parameter.default
             for name, parameter in inspect.signature(kind.__call__).parameters.items()
-            if name not in ("self", "kwargs", "args")
+            if name not in ("self", "kwargs", "args", *_overruled(self.call))
         }
         self.loops = _step_loops(self.call) if self.call is not None else []
         self.autoencoders = {name for name in self.components if _is_autoencoder(name)}
@@ -190,6 +190,13 @@ def _parsed(kind: type[Any], method: str) -> ast.FunctionDef | None:
         return None
     (tree,) = ast.parse(textwrap.dedent(inspect.getsource(function))).body
     return tree if isinstance(tree, ast.FunctionDef) else None
+
+
+def _overruled(call: ast.FunctionDef | None) -> Iterator[str]:
+    """Parameters that a call sets to a constant of its own, whatever it was given."""
+    for statement in call.body if call is not None else ():
+        if isinstance(statement, ast.Assign) and isinstance(statement.value, ast.Constant):
+            yield from (target.id for target in statement.targets if isinstance(target, ast.Name))
 
 
 def _step_loops(call: ast.FunctionDef) -> list[ast.For | ast.While]:
