@@ -15,9 +15,14 @@ from triptych.ids import ROLES, Role
 
 MIB = 1 << 20
 
+METRICS_OFFSET = 10_000
+"""From a task port to the port of its metrics."""
+
 DispatchPolicy = Literal["round_robin", "max_free_slots"]
 DeviceType = Literal["cuda", "cpu"]
 DTypeName = Literal["float32", "bfloat16", "float16"]
+Profile = Literal["stock", "lossless", "fast"]
+Quantisation = Literal["none", "fp8", "int8"]
 TransferKind = Literal["auto", "local", "shm", "mooncake"]
 
 LOOPBACK = ("127.0.0.1", "localhost", "::1")
@@ -33,6 +38,14 @@ def _positive(owner: object, *names: str) -> None:
 def _port(name: str, value: int) -> None:
     if not 0 < value < 65536:
         raise ConfigError(f"{name}={value}: must be a port, 1 to 65535")
+
+
+def _check_reach(flag: str, host: str, key_dir: Path | None, insecure: bool) -> None:
+    if host not in LOOPBACK and key_dir is None and not insecure:
+        raise ConfigError(
+            f"{flag}={host!r} binds beyond loopback without authentication; make keys with `triptych keygen DIR` and "
+            "pass --disagg-key-dir DIR, or pass --insecure to accept that"
+        )
 
 
 def parse_tcp_url(name: str, url: str) -> tuple[str, int]:
@@ -59,6 +72,12 @@ class ModelConfig:
     """None: bfloat16 on CUDA, float32 on CPU."""
     components: dict[str, str] = field(default_factory=dict[str, str])
     """Component name to a folder or file whose weights replace that component's."""
+    profile: Profile = "stock"
+    """stock: Diffusers as it is. lossless: faster kernels, the same arithmetic up to rounding. fast: FP8 besides."""
+    attention_backend: str = "auto"
+    """auto, or a backend by name (`triptych.accel.attention`)."""
+    quant: Quantisation = "none"
+    """Linear layers of the denoiser in FP8 or INT8; lossy."""
 
     def __post_init__(self) -> None:
         if not self.path:
@@ -107,6 +126,8 @@ class InstanceConfig:
     """Leases held at once: those computing plus those whose inputs are pulled ahead."""
     max_running: int = 1
     """Requests whose denoising steps interleave (``--max-running-requests``)."""
+    key_dir: Path | None = None
+    """Folder with the keys of the control plane (``--disagg-key-dir``); None: neither encrypted nor authenticated."""
     insecure: bool = False
     """Allow binding beyond loopback without keys."""
 
@@ -120,11 +141,7 @@ class InstanceConfig:
         _positive(self, "slots", "max_running")
         if self.max_running > self.slots:
             raise ConfigError(f"max-running-requests={self.max_running}: must not exceed the slots ({self.slots})")
-        if self.transfer.hostname not in LOOPBACK and not self.insecure:
-            raise ConfigError(
-                f"disagg-p2p-hostname={self.transfer.hostname!r} binds beyond loopback without authentication; "
-                "pass --insecure to accept that"
-            )
+        _check_reach("disagg-p2p-hostname", self.transfer.hostname, self.key_dir, self.insecure)
 
     @property
     def work_url(self) -> str:
@@ -148,6 +165,11 @@ class RouterConfig:
     """Seconds without a heartbeat after which an instance is lost and its work returns to the queue."""
     max_attempts: int = 4
     """Attempts of one stage before the request fails."""
+
+    @property
+    def restore_grace(self) -> float:
+        """Seconds after a restart in which requests wait for the instances that had them under way."""
+        return 2 * self.lease_timeout
 
     def __post_init__(self) -> None:
         _positive(self, "heartbeat_interval", "lease_timeout", "max_attempts")
@@ -177,10 +199,16 @@ class ServerConfig:
     """How long an ended job and its media are kept (``--retain-seconds``); None: until ``retained_jobs`` is reached."""
     max_upload_bytes: int = 32 * MIB
     """Largest request body, and largest picture fetched for one."""
+    max_live_requests: int = 1000
+    """Requests that wait or run at the same time; more are put off with 429."""
+    task_ports: tuple[int, int, int] | None = None
+    """HTTP ports on which a task comes in three posts, to encoder, transformer and decoder; metrics 10000 above each."""
     input_root: Path | None = None
     """Folder from which requests may name pictures by path; None: by no path."""
     allow_image_urls: bool = False
     """Whether requests may name pictures by http(s) URL, which the server then fetches from the public internet."""
+    key_dir: Path | None = None
+    """Folder with the keys of the control plane (``--disagg-key-dir``); None: neither encrypted nor authenticated."""
     insecure: bool = False
     """Allow binding beyond loopback without keys."""
     router: RouterConfig = field(default_factory=RouterConfig)
@@ -191,16 +219,34 @@ class ServerConfig:
         _port("scheduler-port + 3", self.scheduler_port + 3)
         if self.scheduler_port <= self.port <= self.scheduler_port + 3:
             raise ConfigError(f"port={self.port} collides with the scheduler ports {self.scheduler_port} to +3")
-        _positive(self, "run_timeout", "queue_timeout", "retained_jobs", "max_upload_bytes")
+        _positive(self, "run_timeout", "queue_timeout", "retained_jobs", "max_upload_bytes", "max_live_requests")
+        self._check_task_ports()
         if self.retained_seconds is not None:
             _positive(self, "retained_seconds")
         for role, urls in self.instance_urls.items():
             for url in urls:
                 parse_tcp_url(f"{role}-urls", url)
-        if self.host not in LOOPBACK and not self.insecure:
-            raise ConfigError(
-                f"host={self.host!r} binds beyond loopback without authentication; pass --insecure to accept that"
-            )
+        _check_reach("host", self.host, self.key_dir, self.insecure)
+
+    @property
+    def http_ports(self) -> tuple[int, ...]:
+        """Every port that answers HTTP: the door's own, then the task ports, then those of their metrics."""
+        tasks = self.task_ports or ()
+        return (self.port, *tasks, *(port + METRICS_OFFSET for port in tasks))
+
+    def _check_task_ports(self) -> None:
+        for port in self.task_ports or ():
+            _port("task-ports", port)
+            if port + METRICS_OFFSET > 65535:
+                raise ConfigError(
+                    f"task-ports={port}: must be at most {65535 - METRICS_OFFSET}, metrics are {METRICS_OFFSET} above"
+                )
+        taken = [*self.http_ports, *range(self.scheduler_port, self.scheduler_port + 4)]
+        for port in self.http_ports[1:]:
+            if taken.count(port) > 1:
+                raise ConfigError(
+                    f"task-ports={','.join(map(str, self.task_ports or ()))}: the port {port} is used twice"
+                )
 
     def result_port(self, role: Role) -> int:
         """Port on which reports of a stage of ``role`` arrive."""

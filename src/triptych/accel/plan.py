@@ -5,16 +5,13 @@ from __future__ import annotations
 import importlib.util
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any
 
 import torch
 from torch import nn
 
 from triptych.accel import attention, quant, wan_vae
-from triptych.errors import ConfigError
-
-Profile = Literal["stock", "lossless", "fast"]
-"""stock: Diffusers as it is. lossless: the same arithmetic in the same dtype, up to rounding. fast: FP8 besides."""
+from triptych.config import Profile, Quantisation
 
 _BENCH_TOKENS = 8192
 """Sequence length of the attention micro-benchmark: long enough to rank backends, short enough to cost nothing."""
@@ -36,12 +33,12 @@ def accelerate(
     dtype: torch.dtype,
     profile: Profile,
     backend: str = "auto",
-    quantisation: quant.Quantisation = "none",
+    quantisation: Quantisation = "none",
 ) -> tuple[Technique, ...]:
     """Apply what ``profile`` allows and the machine has to the real (not weightless) models of a role, in place.
 
-    ``backend`` names an attention backend or is ``auto``. Raises `ConfigError` when something asked for by name cannot
-    take effect.
+    ``backend`` names an attention backend or is ``auto``; it and ``quantisation`` are about denoisers, and roles
+    without one have nothing to change. Raises `ConfigError` when what is asked for by name cannot take effect.
     """
     done: list[Technique] = []
     denoisers = {name: model for name, model in modules.items() if quant.repeated_blocks(model)}
@@ -53,8 +50,6 @@ def accelerate(
             done.append(Technique(name=f"{name}: {kind}", on=True, why=f"{layers} linear layers"))
         if profile != "stock":
             done += _fuse_and_compile(name, model, device, dtype, gelu=kind == "none")
-    if backend != "auto" and not any(t.name.endswith("attention") for t in done) and denoisers:
-        raise ConfigError(f"attention-backend={backend!r}: no model of this role uses it")
     for name, model in modules.items():
         if wan_vae.supports(model) and profile != "stock":
             done.append(_vae(name, model, device, dtype))

@@ -6,15 +6,15 @@ INT8 stores weights only: half the memory, the same arithmetic.
 
 from __future__ import annotations
 
+import importlib
 import importlib.util
-from typing import Literal
+from typing import Any
 
 import torch
 from torch import nn
 
+from triptych.config import Quantisation
 from triptych.errors import ConfigError
-
-Quantisation = Literal["none", "fp8", "int8"]
 
 _MIN_FEATURES = 512
 """Smaller layers gain nothing and lose precision."""
@@ -32,7 +32,8 @@ def quantise(model: nn.Module, kind: Quantisation, device: torch.device) -> int:
         raise ConfigError(f"quant={kind!r} needs torchao: pip install torchao")
     if kind == "fp8" and (device.type != "cuda" or torch.cuda.get_device_capability(device) < (8, 9)):
         raise ConfigError(f"quant='fp8' needs a GPU of compute capability 8.9 or more, not {device}")
-    from torchao import quantization as ao
+    # An extra, so the type checker may not find it.
+    ao: Any = importlib.import_module("torchao.quantization")
 
     if kind == "fp8":
         config = ao.Float8DynamicActivationFloat8WeightConfig(granularity=ao.PerRow())

@@ -15,8 +15,9 @@ import torch
 from rich.console import Console
 from rich.table import Table
 
-from triptych.accel.plan import Profile, accelerate
+from triptych.accel.plan import accelerate
 from triptych.bench import synth
+from triptych.config import Profile
 from triptych.errors import ConfigError
 
 _PEAK_TFLOPS = 743.0

@@ -14,6 +14,8 @@ from triptych.config import (
     DTypeName,
     InstanceConfig,
     ModelConfig,
+    Profile,
+    Quantisation,
     RouterConfig,
     ServerConfig,
     TransferConfig,
@@ -52,10 +54,16 @@ class ServerArgs:
     disagg_transfer_pool_size: int = 256 * MIB
     disagg_transfer: TransferKind = "auto"
     component: dict[str, str] = field(default_factory=dict[str, str])
+    profile: Profile = "stock"
+    attention_backend: str = "auto"
+    quant: Quantisation = "none"
     max_running_requests: int = 1
     slots: int = 2
+    disagg_key_dir: str | None = None
     insecure: bool = False
     output_dir: str = "outputs"
+    max_live_requests: int = 1000
+    task_ports: tuple[int, int, int] | None = None
     input_root: str | None = None
     allow_image_urls: bool = False
     retain_seconds: float | None = None
@@ -119,9 +127,12 @@ class ServerArgs:
             run_timeout=self.disagg_timeout,
             queue_timeout=self.queue_timeout,
             output_dir=Path(self.output_dir),
+            max_live_requests=self.max_live_requests,
+            task_ports=self.task_ports,
             input_root=None if self.input_root is None else Path(self.input_root),
             allow_image_urls=self.allow_image_urls,
             retained_seconds=self.retain_seconds,
+            key_dir=self._key_dir,
             insecure=self.insecure,
             router=RouterConfig(dispatch_policy=self.disagg_dispatch_policy),
         )
@@ -154,12 +165,20 @@ class ServerArgs:
                 device=self.device or default_device,
                 dtype=self.dtype,
                 components=self.component,
+                profile=self.profile,
+                attention_backend=self.attention_backend,
+                quant=self.quant,
             ),
             gpu_ids=(self.base_gpu_id,),
             slots=self.slots,
             max_running=self.max_running_requests,
+            key_dir=self._key_dir,
             insecure=self.insecure,
         )
+
+    @property
+    def _key_dir(self) -> Path | None:
+        return None if self.disagg_key_dir is None else Path(self.disagg_key_dir)
 
     def words_for(self, kind: Kind, **overrides: Any) -> list[str]:
         """Command line words that start a ``triptych serve`` process of this kind with what was said here.

@@ -57,6 +57,14 @@ def read_integer(flag: str, value: object) -> int:
     raise refuse(flag, value, "a whole number, 0 or more")
 
 
+def read_ports(flag: str, value: object) -> tuple[int, ...]:
+    """Three ports with commas between, or a sequence of three."""
+    parts: list[object] = list(re.split("[,;]", value)) if isinstance(value, str) else _sequence(flag, value)
+    if len(parts) != 3:
+        raise refuse(flag, value, "three ports: ENCODER,TRANSFORMER,DECODER, e.g. 8002,8003,8006")
+    return tuple(read_integer(flag, part.strip() if isinstance(part, str) else part) for part in parts)
+
+
 def read_seconds(flag: str, value: object) -> float:
     """A number of seconds greater than 0."""
     try:
@@ -245,10 +253,25 @@ OPTIONS: tuple[Option, ...] = (
         "weights that replace one component's; may be repeated",
         repeat=True,
     ),
+    _option(
+        "profile",
+        one_of("stock", "lossless", "fast"),
+        "stock",
+        COMPUTE,
+        "PROFILE",
+        "stock Diffusers, lossless (faster kernels, equal up to rounding), or fast (FP8 besides)",
+    ),
+    _option("attention_backend", read_text, "auto", COMPUTE, "NAME", "auto, native, cudnn, flash3 or flash3-fp8"),
+    _option("quant", one_of("none", "fp8", "int8"), "none", COMPUTE, "KIND", "quantised denoiser: none, fp8 or int8"),
     _option("max_running_requests", read_integer, 1, COMPUTE, "N", "requests whose denoising steps interleave"),
     _option("slots", read_integer, 2, COMPUTE, "N", "requests held at once: computing, or with inputs pulled ahead"),
+    _option("disagg_key_dir", read_path, None, ALL, "DIR", "keys of the control plane, made by `triptych keygen DIR`"),
     _option("insecure", read_switch, False, ALL, "", "allow binding beyond loopback without authentication"),
     _option("output_dir", read_path, "outputs", DOOR, "FOLDER", "where finished media files are kept"),
+    _option("max_live_requests", read_integer, 1000, DOOR, "N", "requests that wait or run at once; more get 429"),
+    _option(
+        "task_ports", read_ports, None, DOOR, "E,T,D", "ports for tasks in three posts: ENCODER,TRANSFORMER,DECODER"
+    ),
     _option("input_root", read_path, None, DOOR, "FOLDER", "folder from which requests may name pictures by path"),
     _option("allow_image_urls", read_switch, False, DOOR, "", "fetch pictures that requests name by http(s) URL"),
     _option("retain_seconds", read_seconds, None, DOOR, "SECONDS", "forget ended jobs and their media after this time"),

@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from importlib.metadata import version
 
 import torch
 
 
-def fingerprint(device: str, dtype: torch.dtype, overrides: Mapping[str, str]) -> str:
-    """Versions, device model, dtype, attention backend and replaced components, with a hash of all at the end."""
+def fingerprint(
+    device: str, dtype: torch.dtype, overrides: Mapping[str, str], techniques: Sequence[str] = ()
+) -> str:
+    """Versions, device, dtype, attention, replaced components and acceleration, and a hash of all at the end."""
     from diffusers.utils.constants import DIFFUSERS_ATTN_BACKEND
 
     parts = (
@@ -22,6 +24,7 @@ def fingerprint(device: str, dtype: torch.dtype, overrides: Mapping[str, str]) -
         f"attention {DIFFUSERS_ATTN_BACKEND}",
         f"tf32 {torch.backends.cuda.matmul.allow_tf32}",
         *(f"{name} from {path}" for name, path in sorted(overrides.items())),
+        *techniques,
     )
     text = ", ".join(parts)
     return f"{text}, {hashlib.sha256(text.encode()).hexdigest()[:12]}"

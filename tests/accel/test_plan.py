@@ -1,0 +1,111 @@
+"""What is asked for by name takes effect or is refused; what is left to the machine says what it chose and why."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from diffusers import AutoencoderKLWan, WanTransformer3DModel
+from torch import Tensor
+
+from triptych.accel import attention, quant
+from triptych.accel.plan import accelerate
+from triptych.accel.wan_vae import WanVaeDecoder, install, supports
+from triptych.errors import ConfigError
+
+CPU = torch.device("cpu")
+
+
+@pytest.fixture(autouse=True)
+def no_gradients() -> None:
+    torch.set_grad_enabled(False)
+
+
+@pytest.fixture
+def transformer() -> WanTransformer3DModel:
+    torch.manual_seed(0)
+    return WanTransformer3DModel(
+        num_attention_heads=8, attention_head_dim=64, ffn_dim=1024, num_layers=2, text_dim=32, freq_dim=32
+    ).eval()
+
+
+def forward(model: WanTransformer3DModel) -> Tensor:
+    generator = torch.Generator().manual_seed(1)
+    latents = torch.randn(1, 16, 2, 8, 8, generator=generator)
+    text = torch.randn(1, 7, 32, generator=generator)
+    return model(latents, torch.tensor([500.0]), text, return_dict=False)[0]
+
+
+def test_stock_changes_nothing(transformer: WanTransformer3DModel) -> None:
+    before = forward(transformer)
+    techniques = accelerate({"transformer": transformer}, device=CPU, dtype=torch.float32, profile="stock")
+    assert torch.equal(forward(transformer), before)
+    assert [t.on for t in techniques] == [False]
+
+
+def test_lossless_without_a_gpu_says_why_it_leaves_the_stock_path(transformer: WanTransformer3DModel) -> None:
+    techniques = accelerate({"transformer": transformer}, device=CPU, dtype=torch.float32, profile="lossless")
+    assert not any(t.on for t in techniques)
+    assert any("CUDA" in t.why for t in techniques)
+
+
+def test_a_backend_that_is_not_there_is_refused_with_those_that_are(transformer: WanTransformer3DModel) -> None:
+    with pytest.raises(ConfigError, match=r"attention-backend='flash3'.*present: native"):
+        accelerate({"transformer": transformer}, device=CPU, dtype=torch.float32, profile="stock", backend="flash3")
+
+
+def test_a_named_backend_reaches_every_attention(transformer: WanTransformer3DModel) -> None:
+    assert attention.use_backend(transformer, "native") == 4  # two blocks, self and cross
+    names = {str(m.processor._attention_backend) for m in transformer.modules() if hasattr(m, "processor")}
+    assert names == {"native"} or names == {"AttentionBackendName.NATIVE"}
+
+
+def test_a_model_without_dispatched_attention_refuses_a_backend() -> None:
+    with pytest.raises(ConfigError, match="no dispatched attention"):
+        attention.use_backend(torch.nn.Linear(2, 2), "native")
+
+
+def test_fp8_without_the_hardware_is_refused(transformer: WanTransformer3DModel) -> None:
+    with pytest.raises(ConfigError, match="fp8"):
+        quant.quantise(transformer, "fp8", CPU)
+
+
+@pytest.fixture
+def vae() -> AutoencoderKLWan:
+    torch.manual_seed(0)
+    # 48 channels at full resolution are no multiple of 32, as Wan's 96 are none of 64
+    return AutoencoderKLWan(
+        base_dim=48, z_dim=4, dim_mult=[1, 2, 2, 2], num_res_blocks=1, temperal_downsample=[False, True, True]
+    ).eval()
+
+
+@pytest.mark.parametrize(("frames", "chunk", "align"), [(1, 4, 1), (2, 4, 1), (4, 1, 1), (6, 2, 32), (6, 4, 32)])
+def test_fast_decode_equals_the_stock_one_up_to_rounding(
+    vae: AutoencoderKLWan, frames: int, chunk: int, align: int
+) -> None:
+    latents = torch.randn(1, 4, frames, 4, 6, generator=torch.Generator().manual_seed(2))
+    stock = vae.decode(latents, return_dict=False)[0]
+    fast = WanVaeDecoder(vae, chunk=chunk, compiled=False, align=align).decode(latents)
+    assert fast.shape == stock.shape == (1, 3, 4 * frames - 3, 32, 48)
+    assert (fast - stock).abs().max() < 2e-5
+
+
+def test_frames_come_out_as_they_are_done(vae: AutoencoderKLWan) -> None:
+    latents = torch.randn(1, 4, 6, 4, 4, generator=torch.Generator().manual_seed(2))
+    decoder = WanVaeDecoder(vae, chunk=2, compiled=False)
+    assert [part.shape[2] for part in decoder.chunks(latents)] == [1, 8, 8, 4]
+
+
+def test_an_installed_decoder_is_what_decode_uses_for_every_item(vae: AutoencoderKLWan) -> None:
+    assert supports(vae)
+    latents = torch.randn(2, 4, 2, 4, 4, generator=torch.Generator().manual_seed(3))
+    stock = vae.decode(latents).sample
+    calls: list[int] = []
+
+    class Counting(WanVaeDecoder):
+        def decode(self, latents: Tensor) -> Tensor:
+            calls.append(latents.shape[0])
+            return super().decode(latents)
+
+    install(vae, Counting(vae, compiled=False))
+    assert (vae.decode(latents).sample - stock).abs().max() < 2e-5
+    assert calls == [1, 1]
