@@ -152,6 +152,10 @@ class DiffusionService:
         """Every job that has not ended, oldest first."""
         return [self._record(entry) for entry in self._records if not entry.ended]
 
+    def states(self) -> Mapping[JobState, int]:
+        """How many remembered jobs are in each state."""
+        return self._records.states
+
     async def wait(self, id: RequestId) -> JobRecord:
         """The job once it has ended; one that is deleted meanwhile ends as cancelled. Raises `NotFound`, and
         `NotReady` when the server stops before."""
