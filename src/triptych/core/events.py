@@ -11,7 +11,7 @@ from typing import Any, TypeAlias
 
 from triptych.ids import CopyId, Epoch, InstanceId, RequestId, Role
 from triptych.wire.manifest import Manifest
-from triptych.wire.messages import ErrorInfo, FromInstance, Lease, MediaFile, Outcome, ToInstance
+from triptych.wire.messages import ErrorInfo, FromInstance, Lease, MediaFile, Outcome, Output, Record, ToInstance
 
 
 class JobState(enum.StrEnum):
@@ -32,8 +32,7 @@ class JobState(enum.StrEnum):
     CANCELLED = "cancelled"
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class StageTiming:
+class StageTiming(Record, frozen=True, kw_only=True):
     """One finished stage of a request, in seconds."""
 
     role: Role
@@ -53,8 +52,7 @@ class StageTiming:
     """Staging its output, or encoding its media file."""
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class JobView:
+class JobView(Record, frozen=True, kw_only=True):
     """A snapshot of one request for whoever watches it."""
 
     request: RequestId
@@ -97,8 +95,7 @@ class InstanceView:
 # -- router: events ---------------------------------------------------------------------------------------------
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Submit:
+class Submit(Record, frozen=True, kw_only=True):
     """A validated request enters. Queue and run timeouts are in seconds."""
 
     request: RequestId
@@ -107,30 +104,48 @@ class Submit:
     run_timeout: float
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Received:
+class Restore(Record, frozen=True, kw_only=True):
+    """A request that an earlier life of the server accepted and did not end, as the journal knows it.
+
+    What it had leased and staged is waited for: the instances may still hold it, and say so in their hello.
+    """
+
+    request: RequestId
+    params: dict[str, Any]
+    queue_timeout: float
+    run_timeout: float
+    attempt: int = 1
+    """Of the last lease granted."""
+    waited: float = 0.0
+    ran: float = 0.0
+    """Seconds used up so far; the time that the server was down counts for nothing."""
+    holder: InstanceId | None = None
+    """Who held its last lease, under which a stage may still be running."""
+    done: tuple[StageDone, ...] = ()
+    """Stages whose outputs may still be kept, in the order of the roles."""
+    timings: tuple[StageTiming, ...] = ()
+
+
+class Received(Record, frozen=True, kw_only=True):
     """A decoded message of an instance."""
 
     message: FromInstance
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class CancelRequest:
+class CancelRequest(Record, frozen=True, kw_only=True):
     """A client wants this request stopped. Unknown or ended requests: nothing happens."""
 
     request: RequestId
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class FilesStored:
+class FilesStored(Record, frozen=True, kw_only=True):
     """The shell has stored the files of a `StoreFiles` action: the request may end as DONE."""
 
     request: RequestId
     attempt: int
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class StoreFailed:
+class StoreFailed(Record, frozen=True, kw_only=True):
     """The shell could not store the files (disk full): the request fails with this error."""
 
     request: RequestId
@@ -138,34 +153,30 @@ class StoreFailed:
     error: ErrorInfo
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class InstanceExited:
+class InstanceExited(Record, frozen=True, kw_only=True):
     """The shell knows that an instance's process is gone (its child exited); no need to wait for the lease."""
 
     instance: InstanceId
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Tick:
+class Tick(Record, frozen=True, kw_only=True):
     """Time passed. The shell sends one whenever `Router.next_deadline` is reached, at least once a second."""
 
 
-RouterEvent: TypeAlias = Submit | Received | CancelRequest | FilesStored | StoreFailed | InstanceExited | Tick
+RouterEvent: TypeAlias = Submit | Restore | Received | CancelRequest | FilesStored | StoreFailed | InstanceExited | Tick
 
 
 # -- router: actions ---------------------------------------------------------------------------------------------
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class SendMember:
+class SendMember(Record, frozen=True, kw_only=True):
     """Send on the frontend ROUTER to the peer that said hello as this instance (Welcome, Refused, Unknown)."""
 
     instance: InstanceId
     message: ToInstance
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class SendWork:
+class SendWork(Record, frozen=True, kw_only=True):
     """Push to an instance's work port. ``with_blobs``: attach the raw frames (images) of the request."""
 
     instance: InstanceId
@@ -174,23 +185,20 @@ class SendWork:
     with_blobs: RequestId | None = None
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class StoreFiles:
+class StoreFiles(Record, frozen=True, kw_only=True):
     """Store the files whose bytes came with the `Finished` message of this lease, then feed `FilesStored`."""
 
     lease: Lease
     files: tuple[MediaFile, ...]
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Update:
+class Update(Record, frozen=True, kw_only=True):
     """A request changed; shown to whoever watches it. Terminal states come exactly once per request."""
 
     view: JobView
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Count:
+class Count(Record, frozen=True, kw_only=True):
     """Something worth a counter and a log line, e.g. ``stale_message``, ``instance_lost``, ``requeued``."""
 
     name: str
@@ -199,30 +207,48 @@ class Count:
     request: RequestId | None = None
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Disconnect:
+class LeaseGranted(Record, frozen=True, kw_only=True, tag="granted"):
+    """For the journal: ``instance`` holds this lease from now on, by dispatch or by bringing it back."""
+
+    lease: Lease
+    instance: InstanceId
+    waited: float
+    ran: float
+    """Seconds that the request has used up so far."""
+
+
+class StageDone(Record, frozen=True, kw_only=True, tag="staged"):
+    """For the journal: a stage is done, and ``instance`` keeps its outputs."""
+
+    lease: Lease
+    instance: InstanceId
+    outputs: tuple[Output, ...]
+    timing: StageTiming
+    waited: float
+    ran: float
+
+
+class Disconnect(Record, frozen=True, kw_only=True):
     """An instance is gone: close the connection to its work port."""
 
     instance: InstanceId
     work_url: str
 
 
-RouterAction: TypeAlias = SendMember | SendWork | StoreFiles | Update | Count | Disconnect
+RouterAction: TypeAlias = SendMember | SendWork | StoreFiles | Update | Count | LeaseGranted | StageDone | Disconnect
 
 
 # -- instance: events --------------------------------------------------------------------------------------------
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class FromServer:
+class FromServer(Record, frozen=True, kw_only=True):
     """A decoded message of the server; ``blobs`` are the raw frames that came with it."""
 
     message: ToInstance
     blobs: tuple[bytes, ...] = ()
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Pulled:
+class Pulled(Record, frozen=True, kw_only=True):
     """The transfer thread has this lease's inputs in memory."""
 
     lease: Lease
@@ -231,8 +257,7 @@ class Pulled:
     plane: str
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class PullFailed:
+class PullFailed(Record, frozen=True, kw_only=True):
     """An input could not be pulled."""
 
     lease: Lease
@@ -240,15 +265,13 @@ class PullFailed:
     error: ErrorInfo
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class ComputeStarted:
+class ComputeStarted(Record, frozen=True, kw_only=True):
     """The compute thread took the lease up."""
 
     lease: Lease
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Stepped:
+class Stepped(Record, frozen=True, kw_only=True):
     """One denoising step is done."""
 
     lease: Lease
@@ -256,22 +279,19 @@ class Stepped:
     steps: int
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Ended:
+class Ended(Record, frozen=True, kw_only=True):
     """The worker's threads are finished with a lease; ``outcome`` is what to report."""
 
     outcome: Outcome
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class CopiesDropped:
+class CopiesDropped(Record, frozen=True, kw_only=True):
     """The pool dropped retained copies for room."""
 
     copies: tuple[CopyId, ...]
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Usage:
+class Usage(Record, frozen=True, kw_only=True):
     """Memory figures for the next heartbeat, bytes."""
 
     pool_used: int
@@ -279,8 +299,7 @@ class Usage:
     device_bytes: int
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Stop:
+class Stop(Record, frozen=True, kw_only=True):
     """The process is asked to end (signal)."""
 
     reason: str
@@ -294,38 +313,33 @@ InstanceEvent: TypeAlias = (
 # -- instance: actions -------------------------------------------------------------------------------------------
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Say:
+class Say(Record, frozen=True, kw_only=True):
     """Send on the membership DEALER (hello, heartbeat, goodbye)."""
 
     message: FromInstance
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Report:
+class Report(Record, frozen=True, kw_only=True):
     """Push to the server's result port of this role. `Finished` goes with the blobs that the worker keeps for it."""
 
     role: Role
     message: FromInstance
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class ConnectResults:
+class ConnectResults(Record, frozen=True, kw_only=True):
     """The server's result ports, as welcomed; replaces any earlier ones."""
 
     urls: dict[Role, str]
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class StartPull:
+class StartPull(Record, frozen=True, kw_only=True):
     """Give the transfer thread this lease's inputs to pull; answer with `Pulled` or `PullFailed`."""
 
     lease: Lease
     inputs: tuple[Manifest, ...]
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class StartCompute:
+class StartCompute(Record, frozen=True, kw_only=True):
     """Give the compute thread this stage, whose inputs are in memory. It may queue behind others."""
 
     lease: Lease
@@ -334,29 +348,25 @@ class StartCompute:
     budget_seconds: float
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Abort:
+class Abort(Record, frozen=True, kw_only=True):
     """Stop a lease wherever it is; its pulled inputs are freed; answer `Ended` with `Stopped`."""
 
     lease: Lease
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class ReleaseCopies:
+class ReleaseCopies(Record, frozen=True, kw_only=True):
     """Free staged outputs."""
 
     copies: tuple[CopyId, ...]
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Forget:
+class Forget(Record, frozen=True, kw_only=True):
     """The outcome of this lease is acknowledged: free what was kept to resend it (media bytes)."""
 
     lease: Lease
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Halt:
+class Halt(Record, frozen=True, kw_only=True):
     """The machine is done; the process may exit. ``error`` is a reason to exit with failure."""
 
     error: str | None = None

@@ -226,6 +226,8 @@ class InstanceMachine:
         for work in self._works.values():
             if work.outcome is not None:
                 self._report_outcome(work)
+            elif work.started:
+                self._report(work.lease.role, self._voice.started(work.lease))  # a restarted server has not heard it
         early, self._early = self._early, []
         for event in early:
             if event.message.server_epoch == self._voice.server:

@@ -19,7 +19,8 @@ def check_ledger(ledger: Ledger) -> None:
     queued = sum(len(queue) for queue in ledger.queues.values())
     granted = sum(grant.job is not None for member in ledger.members.values() for grant in member.grants.values())
     storing = sum(job.storing and job.grant is None for job in ledger.jobs.values())
-    places = queued + granted + storing
+    held = sum(job.held for job in ledger.awaiting.values())
+    places = queued + granted + storing + held
     assert places == len(ledger.jobs), f"{len(ledger.jobs)} live requests stand in {places} places"
     assert len(ledger.job_deadlines) == len(ledger.jobs), "each live request has one deadline"
     assert len(ledger.member_deadlines) == len(ledger.members), "each instance has one deadline"
@@ -33,7 +34,7 @@ def _check_job(ledger: Ledger, job: Job) -> None:
     assert job.state not in TERMINAL, f"{name} has ended as {job.state} and is still booked"
     queued = [role for role in ROLES if job in ledger.queues[role]]
     grant = job.grant
-    places = len(queued) + (grant is not None or job.storing)
+    places = len(queued) + (grant is not None or job.storing) + job.held
     assert places == 1, f"{name} stands in {places} places, queues {queued}"
     if queued:
         assert job.queued, f"{name} does not know that it is queued"
@@ -42,6 +43,9 @@ def _check_job(ledger: Ledger, job: Job) -> None:
         made = [made for output in job.outputs.values() for made in output]
         gone = [copy for copy, reader in made if reader not in job.outputs and copy not in job.copies]
         assert not gone, f"{name} waits for {job.role} although {gone} are gone"
+    assert (job.awaited is not None) == (job.request in ledger.awaiting), f"{name}: wrongly listed as awaiting"
+    if job.awaited is not None:
+        assert job.awaited.copies.keys().isdisjoint(job.copies), f"{name} waits for copies that it has"
     if grant is not None:
         assert grant.job is job, f"{name} holds a grant of another request"
         assert grant.lease == Lease(job.request, job.role, job.attempt), f"{name}: {grant.lease}"

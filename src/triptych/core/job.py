@@ -25,6 +25,8 @@ class Grant:
     started: float | None = None
     storing: bool = False
     """Its files are being stored; the instance keeps them until then."""
+    resumed: bool = False
+    """Granted by an earlier life of the server and brought back by the instance."""
     missed: int = 0
     """Successive heartbeats that did not know of it."""
     pull_seconds: float = 0.0
@@ -67,6 +69,18 @@ class Fault:
 
 
 @dataclass(kw_only=True, slots=True, eq=False)
+class Awaited:
+    """What the instances may bring back of a request that an earlier life of the server had under way."""
+
+    holder: InstanceId | None
+    """Who held its lease."""
+    copies: dict[CopyId, Copy]
+    """Outputs that are kept for it, as far as the journal knows."""
+    until: float
+    """When the waiting ends."""
+
+
+@dataclass(kw_only=True, slots=True, eq=False)
 class Job:
     """A live request."""
 
@@ -92,6 +106,8 @@ class Job:
     """Whether it stands in the queue of its role; kept by the queue."""
     grant: Grant | None = None
     storing: bool = False
+    awaited: Awaited | None = None
+    """Until it is None, the request stands in no queue."""
     step: int = 0
     steps: int = 0
     outputs: dict[Role, tuple[tuple[CopyId, Role], ...]] = field(
@@ -129,6 +145,11 @@ class Job:
         if self.state in COUNTS_AS_RUNNING:
             return self.since + self.run_timeout - self.ran
         return self.since + self.queue_timeout - self.waited
+
+    @property
+    def held(self) -> bool:
+        """Whether it waits for what instances may bring back, and for nothing else."""
+        return self.awaited is not None and self.grant is None and not self.storing
 
     def inputs(self, role: Role) -> tuple[Manifest, ...]:
         """What a stage of ``role`` reads, in the order of the stages that made it."""

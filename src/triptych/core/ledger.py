@@ -1,7 +1,8 @@
 """The router's books, and the moves that keep them consistent; each move leaves its actions in ``out``.
 
 Theory of operation. A live request stands in exactly one place: in the queue of its role, under a grant (a lease that
-some instance holds), or in storing (its files have arrived and the shell is writing them). A copy is booked twice, with
+some instance holds), in storing (its files have arrived and the shell is writing them), or held (an earlier life of the
+server had it under way, and the instances may bring back what they have of it). A copy is booked twice, with
 the request that will read it and with the instance whose pool holds it; both are struck out together. A grant whose
 request has ended or moved on stays with the instance without a request, because the slot is taken until the instance
 says that it stopped. Every way back (lost instance, lost copy, failed stage) goes through `requeue` or `recheck`:
@@ -14,7 +15,17 @@ from collections.abc import Iterable, Sequence
 
 from triptych.config import RouterConfig
 from triptych.core.deadlines import Deadlines
-from triptych.core.events import Count, Disconnect, JobState, JobView, RouterAction, SendWork, Submit, Update
+from triptych.core.events import (
+    Count,
+    Disconnect,
+    JobState,
+    JobView,
+    LeaseGranted,
+    RouterAction,
+    SendWork,
+    Submit,
+    Update,
+)
 from triptych.core.job import Copy, Grant, Job
 from triptych.core.members import Member
 from triptych.core.queues import StageQueue
@@ -34,6 +45,8 @@ class Ledger:
         self.out: list[RouterAction] = []
         self.schema: RequestSchema | None = None
         self.jobs: dict[RequestId, Job] = {}
+        self.awaiting: dict[RequestId, Job] = {}
+        """Requests of which instances may bring something back."""
         self.members: dict[InstanceId, Member] = {}
         self.queues: dict[Role, StageQueue] = {role: StageQueue() for role in ROLES}
         self.serving: dict[Role, dict[InstanceId, Member]] = {role: {} for role in ROLES}
@@ -79,15 +92,19 @@ class Ledger:
         """Book a new request and line it up."""
         job = Job(
             request=event.request,
-            number=self._accepted,
+            number=self.next_number(),
             params=event.params,
             queue_timeout=event.queue_timeout,
             run_timeout=event.run_timeout,
             since=self.now,
         )
-        self._accepted += 1
         self.jobs[job.request] = job
         self.line_up(job)
+
+    def next_number(self) -> int:
+        """Order of acceptance of a new request."""
+        self._accepted += 1
+        return self._accepted - 1
 
     def move(self, job: Job, state: JobState) -> None:
         """Enter ``state``; the deadline follows."""
@@ -95,8 +112,12 @@ class Ledger:
         self.job_deadlines.set(job.request, job.deadline)
 
     def line_up(self, job: Job) -> None:
-        """Put a request that stands nowhere into the queue of the earliest stage that has to be done."""
-        self.release(job.settle())
+        """Put a request that stands nowhere into the queue of the earliest stage that has to be done.
+
+        It is held instead while instances may bring back what it needs.
+        """
+        if job.awaited is None:
+            self.release(job.settle())
         role = job.next_role()
         if job.state is not JobState.PENDING and ROLES.index(role) <= ROLES.index(job.role):
             job.attempt += 1
@@ -105,7 +126,8 @@ class Ledger:
         job.step = job.steps = 0
         if job.state is not WAITING[role]:
             self.move(job, WAITING[role])
-        self.queues[role].add(job)
+        if job.awaited is None:
+            self.queues[role].add(job)
         self.update(job)
 
     def requeue(self, job: Job, grant: Grant, reason: str, *, charged: bool) -> None:
@@ -162,6 +184,9 @@ class Ledger:
                 self.revoke(grant)
             job.grant = grant.job = None
         job.storing = False
+        if job.awaited is not None:
+            del self.awaiting[job.request]
+            job.awaited = None
         self.release(list(job.copies.values()))
         job.move(state, self.now)
         self.job_deadlines.discard(job.request)
@@ -175,6 +200,7 @@ class Ledger:
         lease = Lease(job.request, job.role, job.attempt)
         job.grant = member.grants[lease] = Grant(lease=lease, instance=member.id, granted=self.now, job=job)
         self.refresh(member)
+        self.granted(job, member, lease)
         self.send(
             member,
             RunStage(
@@ -187,6 +213,11 @@ class Ledger:
             ),
             with_blobs=job.request if job.role is Role.ENCODER else None,
         )
+
+    def granted(self, job: Job, member: Member, lease: Lease) -> None:
+        """Let the journal know who holds the lease."""
+        waited, ran = job.clocks(self.now)
+        self.out.append(LeaseGranted(lease=lease, instance=member.id, waited=waited, ran=ran))
 
     def free(self, grant: Grant) -> None:
         """Give the slot of an ended lease back."""

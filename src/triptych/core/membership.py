@@ -7,6 +7,7 @@ from collections import OrderedDict, deque
 from triptych.core.events import SendMember
 from triptych.core.ledger import Ledger
 from triptych.core.members import Member
+from triptych.core.returns import Returns
 from triptych.ids import Epoch, InstanceId, Role
 from triptych.wire.messages import (
     PROTOCOL_VERSION,
@@ -44,8 +45,9 @@ class _Lives:
 class Membership:
     """The doors of the ledger: lets instances in and out, and compares books with them at each heartbeat."""
 
-    def __init__(self, ledger: Ledger, result_urls: dict[Role, str]) -> None:
+    def __init__(self, ledger: Ledger, returns: Returns, result_urls: dict[Role, str]) -> None:
         self._ledger = ledger
+        self._returns = returns
         self._result_urls = result_urls
         self._over = _Lives()
         """Lives that said goodbye or whose process has exited."""
@@ -75,7 +77,7 @@ class Membership:
                 return
             member = self._join(message)
             self._welcome(member)
-            ledger.release_ids(member, (copy.copy for copy in message.copies))
+            ledger.release_ids(member, self._returns.reclaim(member, message))
         else:
             self._welcome(member)
         self._alive(member)
@@ -111,11 +113,6 @@ class Membership:
         )
         ledger.join(member)
         ledger.count("instance_joined", f"{', '.join(message.roles)} at {message.work_url}", message.instance)
-        for lease in message.leases:
-            # Leases of an earlier server life carry attempts that this one must not grant again to the same instance.
-            job = ledger.jobs.get(lease.request)
-            if job is not None and job.queued:
-                job.attempt = max(job.attempt, lease.attempt + 1)
         return member
 
     def _welcome(self, member: Member) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TypeAlias, assert_never
 
-from triptych.core.events import JobState, StageTiming, StoreFiles
+from triptych.core.events import JobState, StageDone, StageTiming, StoreFiles
 from triptych.core.job import Copy, Grant, Job
 from triptych.core.ledger import Ledger
 from triptych.core.members import Member
@@ -41,9 +41,9 @@ class Reports:
         if member is None or member.epoch != message.epoch:
             ledger.count("stale_message", type(message).__name__, message.instance, message.lease.request)
             return
-        # A message of an earlier server life may name a lease that this one has granted under the same numbers.
-        current = message.server_epoch == ledger.server_epoch
-        grant = member.grants.get(message.lease) if current else None
+        grant = member.grants.get(message.lease)
+        if grant is not None and message.server_epoch != ledger.server_epoch and not grant.resumed:
+            grant = None  # it speaks of a lease that this life has granted under the same numbers
         if grant is None or grant.job is None:
             self._late(member, grant, message)
             return
@@ -122,6 +122,7 @@ class Reports:
             return
         self._start(job, grant)
         self._time(job, grant, message.compute_seconds, message.stage_seconds)
+        self._note(job, grant, message)
         job.grant = grant.job = None
         ledger.free(grant)
         ledger.ack(member, grant.lease)
@@ -202,6 +203,19 @@ class Reports:
         if alive:
             job.avoid.add(grant.instance)
         ledger.requeue(job, grant, f"pull failed: {message.error.message}", charged=bool(hopeless))
+
+    def _note(self, job: Job, grant: Grant, message: Staged) -> None:
+        waited, ran = job.clocks(self._ledger.now)
+        self._ledger.out.append(
+            StageDone(
+                lease=grant.lease,
+                instance=grant.instance,
+                outputs=message.outputs,
+                timing=job.timings[-1],
+                waited=waited,
+                ran=ran,
+            )
+        )
 
     def _nonsense(self, job: Job, grant: Grant, member: Member, message: str) -> None:
         ledger = self._ledger

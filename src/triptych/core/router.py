@@ -18,6 +18,7 @@ from triptych.core.events import (
     JobState,
     JobView,
     Received,
+    Restore,
     RouterAction,
     RouterEvent,
     StoreFailed,
@@ -31,6 +32,7 @@ from triptych.core.members import Member
 from triptych.core.membership import Membership
 from triptych.core.policies import POLICIES
 from triptych.core.reports import Reports
+from triptych.core.returns import Returns
 from triptych.core.timeouts import timeout_error
 from triptych.ids import ROLES, Epoch, RequestId, Role
 from triptych.wire.messages import (
@@ -64,7 +66,8 @@ class Router:
 
     def __init__(self, config: RouterConfig, server_epoch: Epoch, result_urls: dict[Role, str]) -> None:
         self._ledger = Ledger(config, server_epoch)
-        self._membership = Membership(self._ledger, result_urls)
+        self._returns = Returns(self._ledger)
+        self._membership = Membership(self._ledger, self._returns, result_urls)
         self._reports = Reports(self._ledger)
         self._policy = POLICIES[config.dispatch_policy]
         self._last: dict[Role, int] = dict.fromkeys(ROLES, 0)
@@ -89,6 +92,11 @@ class Router:
                     ledger.count("duplicate_submit", "already live", None, event.request)
                 else:
                     ledger.accept(event)
+            case Restore():
+                if event.request in ledger.jobs:
+                    ledger.count("duplicate_submit", "already live", None, event.request)
+                else:
+                    self._returns.restore(event)
             case CancelRequest(request=request):
                 if (job := ledger.jobs.get(request)) is not None:
                     ledger.end(job, JobState.CANCELLED)
@@ -100,6 +108,7 @@ class Router:
                 self._membership.exited(instance)
             case Tick():
                 self._membership.expire()
+                self._returns.expire()
                 self._time_out()
             case _:
                 assert_never(event)

@@ -18,6 +18,10 @@ from triptych.wire.schema import RequestSchema
 PROTOCOL_VERSION = 1
 
 
+class Record(msgspec.Struct, frozen=True, kw_only=True):
+    """Base of immutable records that never leave the process; ten times cheaper to make than a frozen dataclass."""
+
+
 class Lease(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
     """The right of one instance to run one attempt of one stage. Hashable: it is the key of all bookkeeping."""
 
