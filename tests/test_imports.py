@@ -33,7 +33,8 @@ LAYERS: dict[str, set[str]] = {
     "bench": BASE | {"wire", "core", "transport", "pipeline", "accel", "server", "client", "models", "worker"},
     "launch": BASE | {"models", "client", "server", "api"},
     "cli": BASE
-    | {"launch", "client", "api", "server", "worker", "bench", "models", "pipeline", "accel", "wire", "sim"},
+    | {"launch", "client", "api", "server", "worker", "bench", "models", "pipeline", "accel", "wire", "sim"}
+    | {"transport"},
 }
 """Package to the packages of the house that it may import, besides itself."""
 

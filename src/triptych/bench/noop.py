@@ -36,6 +36,7 @@ from triptych.core.events import (
 from triptych.core.instance import InstanceMachine
 from triptych.ids import CopyId, Epoch, InstanceId, Role
 from triptych.transport.control.instance import InstanceControl
+from triptych.transport.control.keys import Keys
 from triptych.wire.manifest import Manifest
 from triptych.wire.messages import (
     PROTOCOL_VERSION,
@@ -76,13 +77,14 @@ class NoopInstance:
         slots: int,
         media: bytes = b"",
         schema: RequestSchema = SCHEMA,
+        keys: Keys | None = None,
     ) -> None:
         host, port = parse_tcp_url("work_url", work_url)
         self.instance = InstanceId(f"noop-{port}")
         self.epoch = Epoch(secrets.token_hex(8))
         self.media = media
         self._made = 0
-        self._control = InstanceControl(bind_host=host, work_port=port, server_addr=server_addr)
+        self._control = InstanceControl(bind_host=host, work_port=port, server_addr=server_addr, keys=keys)
         self._machine = InstanceMachine(
             Hello(
                 instance=self.instance,

@@ -179,6 +179,10 @@ def _bench(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("arguments", nargs=argparse.REMAINDER, metavar="...", help="arguments of that benchmark")
 
 
+def _keygen(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("folder", metavar="DIR", help="where the four key files are written")
+
+
 def _demo(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("-o", "--output", metavar="FILE", default="outputs/demo.mp4", help="default: %(default)s")
     parser.add_argument("--prompt", metavar="TEXT", help="default: one that the embedded model knows")
@@ -209,6 +213,12 @@ COMMANDS: tuple[Command, ...] = (
         help="check that this machine has what serving needs",
         description="Check this machine; each finding says how to mend it. Exit status 1 when it cannot serve.",
         add_arguments=_doctor,
+    ),
+    Command(
+        name="keygen",
+        help="make the keys that authenticate server and instances",
+        description="Make one key pair for the server and one for all instances, for --disagg-key-dir.",
+        add_arguments=_keygen,
     ),
     Command(
         name="bench",

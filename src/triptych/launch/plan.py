@@ -64,9 +64,8 @@ def plan_pool(
             urls[role].append(spec.address)
     named = {f"{role}_urls": tuple(addresses) for role, addresses in urls.items()}
     words = args.words_for("server", disagg_role="server", **named)
-    ServerArgs.from_kwargs(
-        host=args.host, port=args.port, scheduler_port=args.scheduler_port, insecure=args.insecure
-    ).server_config()
+    doors = {"host", "port", "scheduler_port", "disagg_key_dir", "insecure"} & args.given
+    ServerArgs.from_kwargs(**{name: getattr(args, name) for name in doors}).server_config()
     url = f"http://{reachable(args.host)}:{args.port}"
     return GroupPlan(
         url=url,

@@ -26,6 +26,7 @@ from triptych.server.metrics import Gauges, Metrics
 from triptych.server.readiness import Addresses, Readiness, judge
 from triptych.server.records import Entry, IdMint, JobRecord, OutputKind, Records, StoredFile
 from triptych.server.shell import Shell
+from triptych.transport.control.keys import load_keys
 from triptych.transport.control.server import ServerControl
 from triptych.wire.messages import MediaFile
 from triptych.wire.schema import RequestSchema
@@ -72,11 +73,12 @@ class DiffusionService:
     async def start(self) -> None:
         """Open the media store, bind the four scheduler ports and listen.
 
-        Raises `ConfigError` for a port that is taken, `StorageFailed` for a folder that cannot be used.
+        Raises `ConfigError` for a port that is taken or a key that is missing, `StorageFailed` for a folder that cannot be used.
         """
         loop = asyncio.get_running_loop()
         await loop.run_in_executor(self._threads, self._media.open)
-        self._control = ServerControl(self._config.host, self._config.scheduler_port)
+        keys = None if self._config.key_dir is None else load_keys(self._config.key_dir, "server")
+        self._control = ServerControl(self._config.host, self._config.scheduler_port, keys=keys)
         self._shell = Shell(self._router, self._control, self)
         self._shell.start()
 

@@ -18,6 +18,7 @@ from triptych.core.events import Stop, Usage
 from triptych.core.instance import InstanceMachine
 from triptych.pipeline.load import load_pipeline
 from triptych.transport.control.instance import InstanceControl
+from triptych.transport.control.keys import load_keys
 from triptych.transport.data.plane import open_plane
 from triptych.transport.data.protocol import DataPlane
 from triptych.transport.host import host_id
@@ -46,14 +47,17 @@ def run_instance(config: InstanceConfig) -> int:
     To be called from the main thread of a process of its own: it takes over the signals, and where native threads
     would make the interpreter's own end unsafe it does not return but ends the process itself.
 
-    Raises `ConfigError` for a port, a plane or a log level that cannot be had.
+    Raises `ConfigError` for a port, a key, a plane or a log level that cannot be had.
     """
     identity = Identity(instance=instance_id(config.roles, host_id(), config.work_url), epoch=new_epoch())
     configure_logging(identity.instance)
     mailbox = Mailbox()
     on_stop_signals(lambda name: mailbox.post(Stop(reason=name)))
     control = InstanceControl(
-        bind_host=config.transfer.hostname, work_port=config.work_port, server_addr=config.server_addr
+        bind_host=config.transfer.hostname,
+        work_port=config.work_port,
+        server_addr=config.server_addr,
+        keys=None if config.key_dir is None else load_keys(config.key_dir, "instance"),
     )
     try:
         plane = open_plane(config.transfer, identity.instance, identity.epoch, config.torch_device)

@@ -11,6 +11,9 @@ import zmq
 from triptych.config import parse_tcp_url
 from triptych.errors import ConfigError, WireError
 from triptych.ids import Role
+from triptych.transport.control.guard import Guard
+from triptych.transport.control.keys import Keys
+from triptych.transport.control.line import Line
 from triptych.transport.control.sockets import (
     MEMBER_HWM,
     MEMBER_MAX_BYTES,
@@ -20,9 +23,7 @@ from triptych.transport.control.sockets import (
     WORK_MAX_BYTES,
     Blobs,
     DropCounter,
-    Outbox,
     bind,
-    connect,
     open_socket,
 )
 from triptych.wire.codec import decode_to_instance
@@ -38,35 +39,33 @@ _WILDCARD_HOSTS = ("0.0.0.0", "*", "::")
 Delivery = tuple[ToInstance, tuple[bytes, ...]]
 
 
-class _Line:
-    """A socket to the server and what waits to be sent on it."""
-
-    def __init__(self, sock: zmq.Socket[bytes]) -> None:
-        self.sock = sock
-        self.outbox = Outbox()
-
-
 class InstanceControl:
     """Binds the work port at ``bind_host:work_port`` and keeps a line to the server's frontend, ``server_addr``.
 
     Either side may start first and come back: ZMQ reconnects for ever. Belongs to one thread, except `wake`.
     Nothing but `poll` waits. What cannot be read or sent is counted in `dropped`, never raised.
 
+    With ``keys`` every socket is encrypted, takes work from the server alone, and talks to the server alone.
+
     Raises `ConfigError` that names the port when it is taken.
     """
 
-    def __init__(self, *, bind_host: str, work_port: int, server_addr: str) -> None:
+    def __init__(self, *, bind_host: str, work_port: int, server_addr: str, keys: Keys | None = None) -> None:
         self._server_host, server_port = parse_tcp_url("disagg-server-addr", server_addr)
         self._context = zmq.Context()
+        self._guard = Guard(self._context, keys)
         self._drops = DropCounter()
-        self._results: dict[Role, _Line] = {}
+        self._results: dict[Role, Line] = {}
         self._result_urls: dict[Role, str] = {}
         self._work = open_socket(self._context, zmq.PULL, max_bytes=WORK_MAX_BYTES, hwm=WORK_HWM)
+        self._guard.protect_bound(self._work)
         try:
             flag = f"--scheduler-port {work_port} (work)"
             bind(self._work, bind_host, work_port, host_flag="disagg-p2p-hostname", port_flag=flag)
         except ConfigError:
-            self._context.destroy(linger=0)
+            self._work.close()
+            self._guard.close()
+            self._context.term()
             raise
         self._member = self._connect(
             zmq.DEALER, self._server_host, server_port, max_bytes=MEMBER_MAX_BYTES, hwm=MEMBER_HWM
@@ -80,16 +79,14 @@ class InstanceControl:
         self._wake_lock = threading.Lock()
         self._closed = False
 
-    def _connect(self, kind: int, host: str, port: int, *, max_bytes: int, hwm: int) -> _Line:
-        sock = open_socket(self._context, kind, max_bytes=max_bytes, hwm=hwm)
-        connect(sock, host, port)
-        return _Line(sock)
+    def _connect(self, kind: int, host: str, port: int, *, max_bytes: int, hwm: int) -> Line:
+        return Line(self._context, self._guard, kind, (host, port), max_bytes=max_bytes, hwm=hwm)
 
     @property
     def dropped(self) -> dict[str, int]:
-        """Drops so far: malformed frames by socket (work, member), and undeliverable messages by direction
-        (say, report)."""
-        return dict(self._drops.counts)
+        """Drops so far: malformed frames by socket (work, member), undeliverable messages by direction (say, report),
+        peers without the right key (unknown_peer), and refusals by what was taken for the server (handshake)."""
+        return self._drops.counts | self._guard.counts
 
     def poll(self, timeout_s: float) -> list[Delivery]:
         """Wait until something arrives, `wake` is called or the time is up; return what arrived, with its blobs."""
@@ -149,9 +146,9 @@ class InstanceControl:
 
     def flush(self) -> None:
         """Send everything that is queued, without waiting."""
-        self._member.outbox.flush(self._member.sock, (), "say", self._drops)
+        self._member.flush("say", self._drops)
         for line in self._results.values():
-            line.outbox.flush(line.sock, (), "report", self._drops)
+            line.flush("report", self._drops)
 
     def wake(self) -> None:
         """Make `poll` return now. Safe from any thread, and harmless after `close`."""
@@ -170,4 +167,5 @@ class InstanceControl:
         self._work.close()
         for line in (self._member, *self._results.values()):
             line.sock.close(linger=CLOSE_LINGER_MS)
+        self._guard.close()
         self._context.term()

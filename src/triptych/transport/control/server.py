@@ -11,6 +11,9 @@ import zmq
 from triptych.config import parse_tcp_url
 from triptych.errors import ConfigError, WireError
 from triptych.ids import ROLES, InstanceId
+from triptych.transport.control.guard import Guard
+from triptych.transport.control.keys import Keys
+from triptych.transport.control.line import Line
 from triptych.transport.control.sockets import (
     MEMBER_HWM,
     MEMBER_MAX_BYTES,
@@ -22,7 +25,6 @@ from triptych.transport.control.sockets import (
     DropCounter,
     Outbox,
     bind,
-    connect,
     open_socket,
 )
 from triptych.wire.codec import decode_from_instance
@@ -42,46 +44,43 @@ class Inbound:
     blobs: tuple[bytes, ...] = ()
 
 
-class _Work:
-    """The connection to one instance's work port and what waits to be sent there."""
-
-    def __init__(self, sock: zmq.Socket[bytes]) -> None:
-        self.sock = sock
-        self.outbox = Outbox()
-
-
 class ServerControl:
     """Binds ``scheduler_port`` (membership) and the next three (results of encoder, denoiser, decoder).
 
     Nothing blocks. Messages are queued by `send_member` and `send_work` and leave at `flush`, all that wait for one
     peer in one frame. What cannot be read or sent is counted in `dropped`, never raised. Not thread-safe.
 
+    With ``keys`` every socket is encrypted and only instances with the known key get in, or get work.
+
     Raises `ConfigError` that names the port and its flag when one of the four is taken; then none stays bound.
     """
 
-    def __init__(self, host: str, scheduler_port: int) -> None:
+    def __init__(self, host: str, scheduler_port: int, *, keys: Keys | None = None) -> None:
         self._context = zmq.Context()
+        self._guard = Guard(self._context, keys)
+        self._receivers: dict[str, zmq.Socket[bytes]] = {}
         self._drops = DropCounter()
         self._members: dict[InstanceId, bytes] = {}
         self._member_outboxes: dict[InstanceId, Outbox] = {}
-        self._work: dict[str, _Work] = {}
+        self._work: dict[str, Line] = {}
         self._dirty: dict[str, None] = {}
         self._loop: asyncio.AbstractEventLoop | None = None
         self._callback: Callable[[], None] | None = None
         self._check_scheduled = False
         self._closed = False
         try:
-            self._frontend = self._bind(zmq.ROUTER, host, scheduler_port, 0, "membership")
-            self._receivers = {"frontend": self._frontend}
+            self._frontend = self._bind("frontend", zmq.ROUTER, host, scheduler_port, 0, "membership")
             for offset, role in enumerate(ROLES, 1):
-                self._receivers[role.value] = self._bind(zmq.PULL, host, scheduler_port, offset, f"{role} results")
+                self._bind(role.value, zmq.PULL, host, scheduler_port, offset, f"{role} results")
         except ConfigError:
-            self._context.destroy(linger=0)
+            self._close_sockets()
             raise
         # Without it a message to a member that has gone vanishes; with it the drop is counted.
         self._frontend.setsockopt(zmq.ROUTER_MANDATORY, 1)
 
-    def _bind(self, kind: int, host: str, scheduler_port: int, offset: int, purpose: str) -> zmq.Socket[bytes]:
+    def _bind(
+        self, where: str, kind: int, host: str, scheduler_port: int, offset: int, purpose: str
+    ) -> zmq.Socket[bytes]:
         frontend = offset == 0
         sock = open_socket(
             self._context,
@@ -89,15 +88,17 @@ class ServerControl:
             max_bytes=MEMBER_MAX_BYTES if frontend else RESULT_MAX_BYTES,
             hwm=MEMBER_HWM if frontend else RESULT_HWM,
         )
+        self._receivers[where] = sock
+        self._guard.protect_bound(sock)
         flag = f"--scheduler-port {scheduler_port}" + (f" + {offset}" if offset else "")
         bind(sock, host, scheduler_port + offset, host_flag="host", port_flag=f"{flag} ({purpose})")
         return sock
 
     @property
     def dropped(self) -> dict[str, int]:
-        """Drops so far: malformed frames by socket (frontend, encoder, denoiser, decoder), and undeliverable
-        messages by direction (send_member, send_work)."""
-        return dict(self._drops.counts)
+        """Drops so far: malformed frames by socket (frontend, encoder, denoiser, decoder), undeliverable messages by
+        direction (send_member, send_work), and peers without the right key (unknown_peer)."""
+        return self._drops.counts | self._guard.counts
 
     # -- receiving ---------------------------------------------------------------------------------------------
 
@@ -157,18 +158,20 @@ class ServerControl:
             work.outbox.put(message, blobs)
             self._dirty[work_url] = None
 
-    def _connect_work(self, work_url: str) -> _Work | None:
+    def _connect_work(self, work_url: str) -> Line | None:
         try:
             host, port = parse_tcp_url("work_url", work_url)
-            work = _Work(open_socket(self._context, zmq.PUSH, max_bytes=WORK_MAX_BYTES, hwm=WORK_HWM))
+            work = Line(
+                self._context,
+                self._guard,
+                zmq.PUSH,
+                (host, port),
+                max_bytes=WORK_MAX_BYTES,
+                hwm=WORK_HWM,
+                watched=False,
+            )
         except (ConfigError, zmq.ZMQError) as error:
-            self._drops.add("send_work", error)
-            return None
-        try:
-            connect(work.sock, host, port)
-        except zmq.ZMQError as error:
-            work.sock.close()
-            self._drops.add("send_work", f"{work_url}: {error.strerror}")
+            self._drops.add("send_work", f"{work_url}: {error}")
             return None
         self._work[work_url] = work
         return work
@@ -180,8 +183,7 @@ class ServerControl:
             outbox.flush(self._frontend, [self._members[instance]], "send_member", self._drops)
         dirty, self._dirty = self._dirty, {}
         for work_url in dirty:
-            work = self._work[work_url]
-            work.outbox.flush(work.sock, (), "send_work", self._drops)
+            self._work[work_url].flush("send_work", self._drops)
         if outboxes:
             self._check_later()
 
@@ -232,4 +234,10 @@ class ServerControl:
         if self._loop is not None and not self._loop.is_closed():
             for sock in self._receivers.values():
                 self._loop.remove_reader(sock.fileno())
-        self._context.destroy(linger=0)
+        self._close_sockets()
+
+    def _close_sockets(self) -> None:
+        for sock in (*self._receivers.values(), *(work.sock for work in self._work.values())):
+            sock.close()
+        self._guard.close()
+        self._context.term()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import logging
 import socket
@@ -88,6 +89,12 @@ def connect(sock: zmq.Socket[bytes], host: str, port: int) -> None:
     sock.connect(_endpoint(host, port))
 
 
+def disconnect(sock: zmq.Socket[bytes], host: str, port: int) -> None:
+    """Give up a connection to ``host:port``, if ZMQ has not done so itself."""
+    with contextlib.suppress(zmq.ZMQError):
+        sock.disconnect(_endpoint(host, port))
+
+
 class DropCounter:
     """Counts what was dropped, by where, and says so in the log at most once in ten seconds each."""
 
@@ -118,9 +125,10 @@ class Outbox:
         else:
             self._runs[-1][0].append(message)  # type: ignore[arg-type]
 
-    def flush(self, sock: zmq.Socket[bytes], prefix: Sequence[bytes], where: str, drops: DropCounter) -> None:
-        """Send everything without ever blocking; what the peer has no room for is a counted drop."""
+    def flush(self, sock: zmq.Socket[bytes], prefix: Sequence[bytes], where: str, drops: DropCounter) -> bool:
+        """Send everything without ever blocking; what the peer has no room for is a counted drop. Whether all went."""
         runs, self._runs = self._runs, []
+        sent = True
         for messages, blobs in runs:
             frames = [*prefix, encode_batch(messages), *blobs]
             try:
@@ -128,3 +136,5 @@ class Outbox:
                 sock.send_multipart(frames, zmq.DONTWAIT, copy=not blobs)
             except zmq.ZMQError as error:
                 drops.add(where, error.strerror)
+                sent = False
+        return sent
