@@ -11,6 +11,12 @@ from tools.tiny.world import BACKGROUNDS, COLOURS, MOTIONS, SHAPES, SIZES, SPEED
 UNKNOWN_WORD = "unheardof"
 """Stands in captions for words outside the vocabulary, so that the model learns to pass over them."""
 
+
+def split_words(text: str) -> list[str]:
+    """Words and runs of punctuation, as the tokenizer cuts them."""
+    return re.findall(r"\w+|[^\w\s]+", text.lower())
+
+
 # Where a word stands more than once in a list, it is that much more usual.
 _NOUNS = {
     "circle": ["circle"] * 6 + ["ball", "disc", "disk", "dot"],
@@ -122,17 +128,15 @@ _ANNOUNCED = {
     False: ["a video of", "a clip of", "an animation of", "video of", "a short video of", "footage of"],
 }
 _PRAISE = ["high quality", "best quality", "cinematic", "4k", "simple flat style", "smooth motion", "highly detailed"]
-_BLAME = (
+_BLAME = split_words(
     "blurry blurred low worst quality jpeg artifacts distorted deformed ugly bad overexposed watermark text subtitles "
     "noisy static still dull messy details"
-).split()
-_OFTEN_TYPED = (
-    "shape colored coloured bright dark light solid plain simple one single object scene shows there that which and are "
-    "while then center centre middle corner side frame this please create generate make show draw me i want by very "
-    "across through toward towards"
-).split()
-
-_WORD = re.compile(r"\w+|[^\w\s]+")
+)
+_OFTEN_TYPED = split_words(
+    "shape colored coloured bright dark light solid plain simple one single object scene shows there that which and "
+    "are while then center centre middle corner side frame this please create generate make show draw me i want by "
+    "very across through toward towards"
+)
 
 
 @dataclass(frozen=True)
@@ -154,7 +158,8 @@ def _deed(rng: random.Random, motion: str, speed: str) -> tuple[str, str, bool]:
     if motion in _DEEDS and rng.random() < 0.25:
         doing, does = rng.choice(_DEEDS[motion])
     else:
-        doing, does = (f"{verb} {direction}" for direction in [rng.choice(_DIRECTIONS[motion])] for verb in rng.choice(_GOING))
+        direction = rng.choice(_DIRECTIONS[motion])
+        doing, does = (f"{verb} {direction}" for verb in rng.choice(_GOING))
     if adverb and adverb != "fast" and not does.startswith("is ") and rng.random() < 0.5:
         return f"{adverb} {doing}", f"{adverb} {does}", True
     return f"{doing} {adverb}".strip(), f"{does} {adverb}".strip(), bool(adverb)
@@ -188,7 +193,15 @@ def write(rng: random.Random, row: tuple[int, ...], *, image: bool = False, comp
         case _:
             patterns = ["{subject}"]
     text = rng.choice(patterns).format(
-        subject=subject, thing=thing, noun=noun, colour=colour_word, bg=bg, a_bg=a_bg, place=place, doing=doing, does=does
+        subject=subject,
+        thing=thing,
+        noun=noun,
+        colour=colour_word,
+        bg=bg,
+        a_bg=a_bg,
+        place=place,
+        doing=doing,
+        does=does,
     )
     if rng.random() < 0.15:
         text = f"{rng.choice(_ANNOUNCED[image])} {text}"
@@ -210,13 +223,8 @@ def _cluttered(rng: random.Random, text: str) -> str:
 
 
 def complaint(rng: random.Random) -> str:
-    """A negative prompt as users write them. It stands for "no caption" in training, so that it acts like an empty one."""
+    """A negative prompt as users write them. Training takes it for no caption, so that it acts like an empty one."""
     return " ".join(rng.choice([*_BLAME, *[",", UNKNOWN_WORD] * 8]) for _ in range(rng.randint(1, 14)))
-
-
-def split_words(text: str) -> list[str]:
-    """Words and runs of punctuation, as the tokenizer cuts them."""
-    return _WORD.findall(text.lower())
 
 
 def vocabulary() -> list[str]:

@@ -25,6 +25,7 @@ class Bucket(NamedTuple):
 
 
 MAIN_CLIP = Clip(17, 128, 128)
+WINDOW = Clip(9, 64, 64)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -41,14 +42,14 @@ class Recipe:
 
     buckets: tuple[Bucket, ...]
     judged_clip: Clip = MAIN_CLIP
-    captions_each: int = 8
+    captions_each: int = 6
     """Captions written per combination of attributes, for clips and again for images."""
 
     vae_base: tuple[int, int] = (16, 32)
     """Channels of encoder and decoder. Below about 27 channels at full resolution PyTorch's CPU convolutions fall on a
     slow path, and the decoder is what a user waits for."""
     vae_scene: Clip = MAIN_CLIP
-    vae_window: Clip = Clip(9, 64, 64)
+    vae_window: Clip = WINDOW
     """The first part of the VAE's training sees windows of this size cut out of the scene."""
     vae_window_share: float = 0.7
     vae_batch: tuple[int, int] = (64, 16)
@@ -78,15 +79,17 @@ class Recipe:
     """Tried on prompts of their own; the best becomes the shipped default."""
     trial_prompts: int = 128
     judged_prompts: int = 256
+    varied_prompts: int = 64
+    """For each of the other settings that the report covers."""
     judge_batch: int = 64
 
 
 FULL = Recipe(
     total_seconds=525,
-    vae_seconds=98,
-    fill_seconds=24,
-    text_seconds=16,
-    judge_seconds=70,
+    vae_seconds=75,
+    fill_seconds=26,
+    text_seconds=8,
+    judge_seconds=75,
     buckets=(
         Bucket(MAIN_CLIP, 0.58, 32768),
         Bucket(Clip(1, 128, 128), 0.14, 16384),
@@ -100,8 +103,8 @@ FULL = Recipe(
 )
 
 REHEARSAL = Recipe(
-    total_seconds=58,
-    vae_seconds=10,
+    total_seconds=120,
+    vae_seconds=20,
     fill_seconds=3,
     text_seconds=2,
     judge_seconds=8,
@@ -111,9 +114,10 @@ REHEARSAL = Recipe(
     guidances=(3.0,),
     trial_prompts=16,
     judged_prompts=32,
+    varied_prompts=16,
     judge_batch=32,
 )
-"""The real sizes for less than a minute: shows that compilation, graphs and speeds are as they should be."""
+"""The real sizes for two minutes: shows that compilation, graphs and speeds are as they should be."""
 
 SMOKE = Recipe(
     total_seconds=600,
@@ -141,6 +145,7 @@ SMOKE = Recipe(
     guidances=(3.0,),
     trial_prompts=2,
     judged_prompts=4,
+    varied_prompts=2,
     judge_batch=4,
 )
 """Everything tiny: two CPU cores run all stages in about a minute."""

@@ -75,7 +75,9 @@ def _signed_distance(x: Tensor, y: Tensor, tip: Tensor, notch: Tensor, corners: 
     return ((along - tip) * normal_x + across * normal_y) / torch.hypot(normal_x, normal_y)
 
 
-def _course(room: float, reach: Tensor, travel: Tensor, sign: Tensor, time: Tensor, generator: torch.Generator) -> Tensor:
+def _course(
+    room: float, reach: Tensor, travel: Tensor, sign: Tensor, time: Tensor, generator: torch.Generator
+) -> Tensor:
     """Positions [n, frames] along an axis of `room` pixels for shapes that reach `reach` pixels from their centre."""
     reach = reach.clamp(max=room / 2 - 1)
     free = room - 2 * reach
