@@ -140,7 +140,8 @@ def test_what_a_stranger_still_holds_is_stopped_and_released() -> None:
 def test_a_lease_of_an_earlier_server_life_is_never_granted_again() -> None:
     bench = Bench()
     request = bench.submit("r")
-    bench.join("encoder", leases=(lease(request, E, 3),))
+    bench.join("encoder", E, D, leases=(lease(request, D, 3),))
+    assert [cancel.lease for cancel in bench.sent("encoder", Cancel)] == [lease(request, D, 3)]
     assert bench.run("encoder").lease == lease(request, E, 4)
 
 

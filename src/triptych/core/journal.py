@@ -74,6 +74,7 @@ class Deleting(Record, frozen=True, kw_only=True, tag="deleting"):
 
 JournalEntry: TypeAlias = Accepted | LeaseGranted | StageDone | Stored | Finish | Deleting
 
+ENDED_SLOT = 2
 TRANSIENT_SLOT = 10
 """Slots from here on are of no use any more when a request has ended."""
 
@@ -97,13 +98,17 @@ def slot_of(entry: JournalEntry) -> int:
         case Stored():
             return 1
         case Finish():
-            return 2
+            return ENDED_SLOT
         case Deleting():
             return 3
         case LeaseGranted():
             return TRANSIENT_SLOT
         case StageDone():
             return TRANSIENT_SLOT + 1 + ROLES.index(entry.lease.role)
+
+
+SLOTS = range(TRANSIENT_SLOT + 1 + len(ROLES))
+"""Every slot there may be."""
 
 
 class History:

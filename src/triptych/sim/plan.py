@@ -51,6 +51,8 @@ class Plan:
     departures: int = 0
     """Instances that say goodbye and come back as another life."""
     server_restarts: int = 0
+    unjournalled: float = 0.0
+    """Chance that a lease or a finished stage is missing in the journal after a restart."""
     calm_at: float = 8.0
     """When things stop going wrong, so that everything must come to rest."""
 
@@ -85,4 +87,5 @@ class Plan:
             freezes=random.choice((0, 0, 1, 2)),
             departures=random.choice((0, 0, 0, 1)),
             server_restarts=random.choice((0, 0, 0, 1, 2)),
+            unjournalled=sometimes(0.3, 0.5),
         )

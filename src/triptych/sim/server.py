@@ -11,16 +11,19 @@ from triptych.core.events import (
     FilesStored,
     FromServer,
     JobView,
+    LeaseGranted,
     Received,
     RouterEvent,
     SendMember,
     SendWork,
+    StageDone,
     StoreFailed,
     StoreFiles,
     Submit,
     Tick,
     Update,
 )
+from triptych.core.journal import Accepted, History
 from triptych.core.router import Router
 from triptych.core.states import TERMINAL
 from triptych.ids import ROLES, Epoch, InstanceId, RequestId
@@ -36,7 +39,7 @@ class SimServer:
         self._world = world
         self._instances = instances
         self._lives = 0
-        self.journal: dict[RequestId, Submit] = {}
+        self.journal: dict[RequestId, History] = {}
         """Accepted and not ended."""
         self.ended: dict[RequestId, JobView] = {}
         self.history: dict[RequestId, list[JobView]] = {}
@@ -51,12 +54,20 @@ class SimServer:
         config = RouterConfig(dispatch_policy=self._world.plan.policy)
         self.router = Router(config, self.epoch, {role: f"tcp://server/{role}" for role in ROLES})
         self._timer = float("inf")
-        for event in self.journal.values():
-            self._feed(event)
+        for history in tuple(self.journal.values()):
+            self._feed(history.restore())
 
     def submit(self, event: Submit) -> None:
         """A client's request: journalled, then routed."""
-        self.journal[event.request] = event
+        accepted = Accepted(
+            request=event.request,
+            output="video",
+            params=event.params,
+            queue_timeout=event.queue_timeout,
+            run_timeout=event.run_timeout,
+            created_at=self._world.now,
+        )
+        self.journal[event.request] = History(accepted)
         self._feed(event)
 
     def receive(self, message: Message) -> None:
@@ -82,6 +93,8 @@ class SimServer:
                     self._show(view)
                 case Count(name=name):
                     self.counts[name] = self.counts.get(name, 0) + 1
+                case LeaseGranted() | StageDone():
+                    self._write(action)
                 case Disconnect():
                     pass
                 case _:
@@ -107,6 +120,10 @@ class SimServer:
         if view.state in TERMINAL:
             self.ended[view.request] = view
             del self.journal[view.request]
+
+    def _write(self, entry: LeaseGranted | StageDone) -> None:
+        if not self._world.chance(self._world.plan.unjournalled):  # what a killed server had no time to write
+            self.journal[entry.lease.request].add(entry)
 
     def _store(self, action: StoreFiles) -> None:
         world, lease, epoch = self._world, action.lease, self.epoch
