@@ -73,6 +73,7 @@ COMMAND_ARGUMENTS: dict[str, dict[str, Any]] = {
     "doctor": {"--output-dir": "outputs", "--port": 30000, "--scheduler-port": 5555},
     "keygen": {"folder": None},
     "bench": {"what": None, "arguments": None},
+    "synth": {"size": None, "--out": None, "--device": "cpu", "--dtype": "bfloat16"},
     "demo": {"--output": "outputs/demo.mp4", "--prompt": None},
 }
 

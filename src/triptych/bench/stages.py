@@ -5,9 +5,10 @@ Random weights from `triptych.bench.synth`: times do not depend on the values.
 
 from __future__ import annotations
 
+import argparse
 import statistics
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -186,3 +187,25 @@ def print_rows(rows: list[Row], title: str) -> None:
             f"{row.peak_gib:.1f}",
         )
     Console().print(table)
+
+
+def main(argv: Sequence[str]) -> int:
+    """``triptych bench stages SIZE``; returns the exit status."""
+    parser = argparse.ArgumentParser(prog="triptych bench stages", allow_abbrev=False)
+    parser.add_argument("size", choices=sorted(synth.SIZES))
+    parser.add_argument("--shape", default="832x480x81", help="width x height x frames (default: %(default)s)")
+    parser.add_argument("--profiles", default="lossless", help="lossless, fast, or both with a comma")
+    parser.add_argument("--repeats", type=int, default=5, help="counted calls of each (default: %(default)s)")
+    args = parser.parse_args(argv)
+    rows = list(run(args.size, parse_shape(args.shape), _profiles(args.profiles), args.repeats))
+    print_rows(rows, f"{args.size}, {args.shape}, {torch.cuda.get_device_name()}, torch {torch.__version__}")
+    return 0
+
+
+def _profiles(text: str) -> tuple[Profile, ...]:
+    known: dict[str, Profile] = {"lossless": "lossless", "fast": "fast"}
+    names = text.split(",")
+    for name in names:
+        if name not in known:
+            raise ConfigError(f"profiles={text!r}: {name!r} is none of {', '.join(known)}")
+    return tuple(known[name] for name in names)

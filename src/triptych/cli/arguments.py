@@ -174,9 +174,19 @@ def _doctor(parser: argparse.ArgumentParser) -> None:
     )
 
 
+_BENCHES = "the router without models, the handoffs, or one forward and one decode against stock Diffusers"
+
+
 def _bench(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("what", choices=("control", "transfer"), help="the router without models, or the handoffs")
+    parser.add_argument("what", choices=("control", "transfer", "stages"), help=_BENCHES)
     parser.add_argument("arguments", nargs=argparse.REMAINDER, metavar="...", help="arguments of that benchmark")
+
+
+def _synth(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("size", metavar="SIZE", help="e.g. wan2.1-t2v-1.3b; an unknown one lists those known")
+    parser.add_argument("--out", metavar="FOLDER", required=True, help="where the model folder is written")
+    parser.add_argument("--device", choices=("cuda", "cpu"), default="cpu", help="where it is made (default: cpu)")
+    parser.add_argument("--dtype", choices=("bfloat16", "float32"), default="bfloat16", help="default: %(default)s")
 
 
 def _keygen(parser: argparse.ArgumentParser) -> None:
@@ -225,6 +235,12 @@ COMMANDS: tuple[Command, ...] = (
         help="measure the router or the handoffs",
         description="Run a benchmark of this package.",
         add_arguments=_bench,
+    ),
+    Command(
+        name="synth",
+        help="write a model folder of random weights at a real size",
+        description="Write a Diffusers-layout folder of random weights at a real model's size, to measure speed with.",
+        add_arguments=_synth,
     ),
     Command(
         name="demo",
