@@ -11,6 +11,7 @@ import torch
 
 from triptych.errors import StageError, WireError
 from triptych.ids import Role
+from triptych.pipeline.checkpoint import Frozen, Saved
 from triptych.pipeline.codec import decode_state, encode_state
 from triptych.pipeline.cut import Cut
 from triptych.pipeline.decode import to_clips
@@ -70,6 +71,11 @@ class ModularRolePipeline:
     def fingerprint(self) -> str:
         """Equal fingerprints compute equal bytes."""
         return self._fingerprint
+
+    @property
+    def device(self) -> torch.device:
+        """Where it computes."""
+        return self._device
 
     @property
     def cut(self) -> Cut:
@@ -223,6 +229,12 @@ class _DenoiseStage:
         with guarded(Role.DENOISER):
             state = self._stepped.advance()
             return None if state is None else StageResult(outputs=self._owner.outputs(Role.DENOISER, state))
+
+    def checkpoint(self) -> Frozen | None:
+        return self._stepped.checkpoint()
+
+    def restore(self, tree: bytes, tensors: Sequence[torch.Tensor]) -> None:
+        self._stepped.restore(Saved(tree, tensors, self._owner.device))
 
     def cancel(self) -> None:
         self._stepped.cancel()

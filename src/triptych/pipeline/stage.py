@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any, Protocol, runtime_checkable
 
 import numpy as np
 import torch
@@ -62,6 +62,24 @@ class StageRun(Protocol):
 
     def cancel(self) -> None:
         """Give up between two steps and free the memory. Idempotent."""
+        ...
+
+
+@runtime_checkable
+class Resumable(Protocol):
+    """A `StageRun` that can be continued elsewhere. Runs that are not start again from the stage's beginning."""
+
+    def checkpoint(self) -> tuple[bytes, tuple[torch.Tensor, ...]] | None:
+        """What is needed, besides the stage's inputs, to go on from the present step: a value tree and its tensors,
+        which are copies. None when this run cannot be continued from here. To be called between two steps."""
+        ...
+
+    def restore(self, tree: bytes, tensors: Sequence[torch.Tensor]) -> None:
+        """Have a run that has not advanced yet go on after the steps that the checkpoint holds.
+
+        With equal fingerprints the result is bit-identical to that of a run without interruption. Raises a retryable
+        `StageError` for what is no checkpoint of such a run.
+        """
         ...
 
 

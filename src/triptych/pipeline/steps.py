@@ -2,12 +2,14 @@
 
 The denoise loops differ by family in what stands before, between and after the steps, so they are not rewritten. The
 block runs in a greenlet; its loops' ``loop_step`` is wrapped, on a private copy of the block tree, to switch back to
-the caller before every step but the first. A stopped run is a suspended greenlet and nothing else.
+the caller before every step but the first. A stopped run is a suspended greenlet and nothing else. A run that resumes
+from a checkpoint passes over the steps that were done and then takes over what they had changed.
 """
 
 from __future__ import annotations
 
 import copy
+import logging
 from dataclasses import dataclass
 from typing import Any
 
@@ -15,7 +17,10 @@ import torch
 from greenlet import getcurrent, greenlet
 
 from triptych.errors import StageError
+from triptych.pipeline.checkpoint import Baseline, Frozen, Saved, Unsaved
 from triptych.pipeline.cut import walk
+
+log = logging.getLogger(__name__)
 
 
 @dataclass(slots=True)
@@ -37,6 +42,10 @@ class SteppedBlock:
         self.steps = 0
         self._clock = clock
         self._begun = 0
+        self._baseline: Baseline | None = None
+        self._here: tuple[Any, Any] | None = None
+        """Components and block state of the loop, while it stands before a step."""
+        self._saved: Saved | None = None
         block = copy.deepcopy(block)
         for loop in loops(block):
             loop.set_progress_bar_config(disable=True)
@@ -56,12 +65,32 @@ class SteppedBlock:
             state = run.switch()
         finally:
             if run.dead:
-                self._greenlet = None
+                self._greenlet = self._here = None
         return state if run.dead else None
+
+    def checkpoint(self) -> Frozen | None:
+        """What has to be kept to go on from here, copied; None where that cannot be had: before the first step, after
+        the last one, in loops over chunks, and when the steps have changed something that cannot cross."""
+        if self._here is None or self._baseline is None:
+            return None
+        try:
+            return self._baseline.capture(*self._here, self.step, self.steps)
+        except Unsaved as error:
+            log.warning("no checkpoint: %s", error)
+            self._baseline = None
+            return None
+
+    def restore(self, saved: Saved) -> None:
+        """Go on from ``saved`` instead of from the beginning; to be called before the first `advance`."""
+        if self._begun:
+            raise StageError("a run that has begun cannot be restored")
+        self._saved = saved
+        self.step, self.steps = saved.step, saved.steps
 
     def cancel(self) -> None:
         """Unwind the block by GreenletExit, which no block catches, and drop all that it held."""
         run, self._greenlet = self._greenlet, None
+        self._here = self._baseline = self._saved = None
         if run is not None and not run.dead:
             run.parent = getcurrent()
             run.throw()
@@ -70,18 +99,39 @@ class SteppedBlock:
         compute = loop.loop_step
 
         def loop_step(components: Any, block_state: Any, **arguments: Any) -> Any:
-            self.steps = _length(block_state)
-            if self._begun:
+            index, self._begun = self._begun, self._begun + 1
+            if index == 0:
+                self._enter(components, block_state, arguments)
+            elif arguments.get("i") != index:
+                self._baseline = None  # the steps of another loop: they have no one order
+            if self._saved is not None:
+                if index < self._saved.step:
+                    return components, block_state
+                self._saved.restore(components, block_state)
+                self._saved = None
+            elif index:
+                self._here = components, block_state
                 caller = getcurrent().parent
                 assert caller is not None
                 caller.switch()
-            self._begun += 1
+                self._here = None
             self._clock.timestep = arguments.get("t")
             result = compute(components, block_state, **arguments)
             self.step += 1
             return result
 
         return loop_step
+
+    def _enter(self, components: Any, block_state: Any, arguments: dict[str, Any]) -> None:
+        """Look at the state before the first step, if this is a loop over steps."""
+        self.steps = _length(block_state)
+        if arguments.get("i") == 0:
+            try:
+                self._baseline = Baseline(components, block_state)
+            except Unsaved as error:
+                log.warning("no checkpoints: %s", error)
+        if self._saved is not None and (self._baseline is None or self.steps != self._saved.steps):
+            raise StageError(f"this loop of {self.steps} steps cannot resume from the checkpoint", retryable=True)
 
 
 def loops(block: Any) -> list[Any]:
