@@ -66,6 +66,10 @@ class JobView(Record, frozen=True, kw_only=True):
     running_seconds: float
     error: ErrorInfo | None
     timings: tuple[StageTiming, ...]
+    resumed_from_step: int = 0
+    """Steps that the latest denoising attempt took over from an interrupted one."""
+    paused: bool = False
+    """Whether a client has it wait."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -90,6 +94,8 @@ class InstanceView:
     device_bytes: int
     heartbeat_age: float
     """Seconds between its last sign of life and the router's last event."""
+    draining: bool = False
+    """Whether it was asked to stop and takes no new work."""
 
 
 # -- router: events ---------------------------------------------------------------------------------------------
@@ -138,6 +144,25 @@ class CancelRequest(Record, frozen=True, kw_only=True):
     request: RequestId
 
 
+class PauseRequest(Record, frozen=True, kw_only=True):
+    """Have this request wait until `ResumeRequest`: a denoising stage stops between two steps, any other is finished
+    first. Its clocks stand still meanwhile. Unknown or ended requests: nothing happens."""
+
+    request: RequestId
+
+
+class ResumeRequest(Record, frozen=True, kw_only=True):
+    """Let a paused request go on, from its checkpoint if it has one. Others: nothing happens."""
+
+    request: RequestId
+
+
+class MigrateRequest(Record, frozen=True, kw_only=True):
+    """Move a denoising stage to another instance between two steps, if there is another. Others: nothing happens."""
+
+    request: RequestId
+
+
 class FilesStored(Record, frozen=True, kw_only=True):
     """The shell has stored the files of a `StoreFiles` action: the request may end as DONE."""
 
@@ -163,7 +188,19 @@ class Tick(Record, frozen=True, kw_only=True):
     """Time passed. The shell sends one whenever `Router.next_deadline` is reached, at least once a second."""
 
 
-RouterEvent: TypeAlias = Submit | Restore | Received | CancelRequest | FilesStored | StoreFailed | InstanceExited | Tick
+RouterEvent: TypeAlias = (
+    Submit
+    | Restore
+    | Received
+    | CancelRequest
+    | PauseRequest
+    | ResumeRequest
+    | MigrateRequest
+    | FilesStored
+    | StoreFailed
+    | InstanceExited
+    | Tick
+)
 
 
 # -- router: actions ---------------------------------------------------------------------------------------------
@@ -271,6 +308,22 @@ class ComputeStarted(Record, frozen=True, kw_only=True):
     lease: Lease
 
 
+class CheckpointMade(Record, frozen=True, kw_only=True):
+    """What a running lease did so far is staged; the lease goes on."""
+
+    lease: Lease
+    manifest: Manifest
+    step: int
+    steps: int
+
+
+class CopyKept(Record, frozen=True, kw_only=True):
+    """Another instance's copy was pulled and staged anew, as `KeepCopy` asked."""
+
+    copy: CopyId
+    manifest: Manifest
+
+
 class Stepped(Record, frozen=True, kw_only=True):
     """One denoising step is done."""
 
@@ -300,13 +353,26 @@ class Usage(Record, frozen=True, kw_only=True):
 
 
 class Stop(Record, frozen=True, kw_only=True):
-    """The process is asked to end (signal)."""
+    """The process is asked to end (signal): take no new work, finish or hand over what runs, then halt."""
 
     reason: str
+    seconds: float = 0.0
+    """How long that may take at most; 0: halt at once."""
 
 
 InstanceEvent: TypeAlias = (
-    FromServer | Pulled | PullFailed | ComputeStarted | Stepped | Ended | CopiesDropped | Usage | Stop | Tick
+    FromServer
+    | Pulled
+    | PullFailed
+    | ComputeStarted
+    | Stepped
+    | CheckpointMade
+    | CopyKept
+    | Ended
+    | CopiesDropped
+    | Usage
+    | Stop
+    | Tick
 )
 
 
@@ -337,6 +403,8 @@ class StartPull(Record, frozen=True, kw_only=True):
 
     lease: Lease
     inputs: tuple[Manifest, ...]
+    resume: Manifest | None = None
+    """Checkpoint that is pulled with them."""
 
 
 class StartCompute(Record, frozen=True, kw_only=True):
@@ -352,6 +420,20 @@ class Abort(Record, frozen=True, kw_only=True):
     """Stop a lease wherever it is; its pulled inputs are freed; answer `Ended` with `Stopped`."""
 
     lease: Lease
+
+
+class Suspend(Record, frozen=True, kw_only=True):
+    """Stop a lease that is with the compute thread between two steps and stage a checkpoint of it; answer `Ended` with
+    `Stopped`. One that has no further steps is finished instead."""
+
+    lease: Lease
+
+
+class KeepCopy(Record, frozen=True, kw_only=True):
+    """Pull another instance's copy and stage it here; answer with `CopyKept`, or not at all when that fails."""
+
+    manifest: Manifest
+    spare: bool
 
 
 class ReleaseCopies(Record, frozen=True, kw_only=True):
@@ -373,5 +455,16 @@ class Halt(Record, frozen=True, kw_only=True):
 
 
 InstanceAction: TypeAlias = (
-    Say | Report | ConnectResults | StartPull | StartCompute | Abort | ReleaseCopies | Forget | Halt | Count
+    Say
+    | Report
+    | ConnectResults
+    | StartPull
+    | StartCompute
+    | Abort
+    | Suspend
+    | KeepCopy
+    | ReleaseCopies
+    | Forget
+    | Halt
+    | Count
 )

@@ -13,11 +13,14 @@ from __future__ import annotations
 from collections import OrderedDict, deque
 from typing import assert_never
 
+from triptych.core.drain import Drain
 from triptych.core.events import (
     Abort,
+    CheckpointMade,
     ComputeStarted,
     ConnectResults,
     CopiesDropped,
+    CopyKept,
     Count,
     Ended,
     Forget,
@@ -25,6 +28,7 @@ from triptych.core.events import (
     Halt,
     InstanceAction,
     InstanceEvent,
+    KeepCopy,
     Pulled,
     PullFailed,
     ReleaseCopies,
@@ -34,25 +38,27 @@ from triptych.core.events import (
     StartPull,
     Stepped,
     Stop,
+    Suspend,
     Tick,
     Usage,
 )
+from triptych.core.shelf import Shelf
 from triptych.core.voice import Voice
 from triptych.core.work import PROGRESS_INTERVAL, RESEND_INTERVAL, Phase, Work
 from triptych.ids import CopyId, Epoch, Role
-from triptych.wire.manifest import Manifest
 from triptych.wire.messages import (
     Ack,
     Cancel,
+    DrainStatus,
     ErrorInfo,
     FromInstance,
     Hello,
+    Keep,
     Lease,
     Outcome,
     Refused,
     Release,
     RunStage,
-    Staged,
     Unknown,
     Welcome,
 )
@@ -62,6 +68,8 @@ HELLO_INTERVAL = 1.0
 
 _REMEMBERED = 1024
 """Leases that are remembered as over."""
+
+_COMPUTING = (Phase.COMPUTING, Phase.SUSPENDING)
 
 _EARLY = 256
 """Messages kept from a server whose welcome has not arrived: work and welcome come by different ways."""
@@ -88,7 +96,8 @@ class InstanceMachine:
         self._usage = Usage(pool_used=0, resident_bytes=0, device_bytes=0)
         self._works: dict[Lease, Work] = {}
         self._over: OrderedDict[Lease, None] = OrderedDict()
-        self._copies: dict[CopyId, tuple[Lease, Manifest]] = {}
+        self._shelf = Shelf()
+        self._drain: Drain | None = None
         self._out: list[InstanceAction] = []
         self._now = 0.0
 
@@ -113,9 +122,10 @@ class InstanceMachine:
         """When the next `Tick` is due at the latest."""
         if self._halted:
             return now + HELLO_INTERVAL
+        leave = self._drain.deadline if self._drain is not None else Work.NEVER
         if not self._welcomed:
-            return self._next_hello
-        return min([self._next_heartbeat, *(work.due for work in self._works.values())])
+            return min(self._next_hello, leave)
+        return min([self._next_heartbeat, leave, *(work.due for work in self._works.values())])
 
     def handle(self, event: InstanceEvent, now: float) -> list[InstanceAction]:
         """Apply ``event`` at ``now`` (seconds of any monotonic clock) and return what is to be done, in order."""
@@ -134,14 +144,19 @@ class InstanceMachine:
                 self._compute_started(event)
             case Stepped():
                 self._stepped(event)
+            case CheckpointMade():
+                self._checkpoint_made(event)
+            case CopyKept():
+                self._shelf.add_spare(event.manifest, Role.DENOISER)
+                self._out.append(Say(message=self._voice.kept(event)))
             case Ended(outcome=outcome):
                 self._ended(outcome)
             case CopiesDropped(copies=copies):
                 self._dropped(copies)
             case Usage():
                 self._usage = event
-            case Stop(reason=reason):
-                self._stop(reason)
+            case Stop():
+                self._stop(event)
             case Tick():
                 self._tick()
             case _:
@@ -152,6 +167,8 @@ class InstanceMachine:
 
     def _tick(self) -> None:
         now = self._now
+        if self._drain is not None and self._take_leave(self._drain):
+            return
         if not self._welcomed:
             if now >= self._next_hello:
                 self._say_hello()
@@ -167,13 +184,14 @@ class InstanceMachine:
 
     def _say_hello(self) -> None:
         self._next_hello = self._now + HELLO_INTERVAL
-        copies = (manifest for _, manifest in self._copies.values())
-        self._out.append(Say(message=self._voice.hello(self._works, copies)))
+        self._out.append(Say(message=self._voice.hello(self._works, self._shelf.manifests())))
 
     def _say_heartbeat(self) -> None:
         self._next_heartbeat = self._now + self._heartbeat_interval
-        copies = (copy for copy, (lease, _) in self._copies.items() if lease not in self._works)
+        copies = self._shelf.listed(self._works)
         self._out.append(Say(message=self._voice.heartbeat(self._works, copies, self._usage)))
+        if self._drain is not None:
+            self._say_draining(self._drain)
 
     def _from_server(self, event: FromServer) -> None:
         message = event.message
@@ -197,7 +215,11 @@ class InstanceMachine:
                 if self._welcomed or self._now >= self._next_hello:
                     self._welcomed = False
                     self._say_hello()
-            case RunStage() | Cancel() | Release() | Ack():
+            case DrainStatus(needed=needed):
+                if self._drain is not None and message.server_epoch == self._voice.server:
+                    self._drain.answer(self._now, needed=needed)
+                    self._take_leave(self._drain)
+            case RunStage() | Cancel() | Keep() | Release() | Ack():
                 if message.server_epoch == self._voice.server:
                     self._work(event)
                 elif message.server_epoch not in self._past_servers and len(self._early) < _EARLY:
@@ -236,9 +258,30 @@ class InstanceMachine:
                 self._stale(event)
         self._say_heartbeat()
 
-    def _stop(self, reason: str) -> None:
-        self._out.append(Say(message=self._voice.goodbye(reason)))
-        self._halt(None)
+    # -- leaving ---------------------------------------------------------------------------------------------------
+
+    def _stop(self, event: Stop) -> None:
+        if self._drain is not None:
+            return
+        idle = not self._works and not len(self._shelf)
+        self._drain = Drain(self._now, 0.0 if idle or not self._welcomed else event.seconds, event.reason)
+        if not self._take_leave(self._drain):
+            self._say_draining(self._drain)
+
+    def _say_draining(self, drain: Drain) -> None:
+        self._out.append(Say(message=self._voice.draining(drain.seconds_left(self._now))))
+
+    def _take_leave(self, drain: Drain) -> bool:
+        """Leave if it is time; before that, stop what would not be finished, so that another can go on with it."""
+        if drain.over(self._now, working=bool(self._works)):
+            self._out.append(Say(message=self._voice.goodbye(drain.reason)))
+            self._halt(None)
+            return True
+        if drain.hand_over(self._now):
+            for work in self._works.values():
+                if work.phase is Phase.COMPUTING:
+                    self._suspend(work)
+        return False
 
     def _halt(self, error: str | None) -> None:
         self._halted = True
@@ -255,15 +298,16 @@ class InstanceMachine:
         match event.message:
             case RunStage() as message:
                 self._run(message, event.blobs)
-            case Cancel(lease=lease):
-                self._cancel(lease)
+            case Cancel(lease=lease, keep=keep):
+                self._cancel(lease, keep=keep)
+            case Keep(manifest=manifest, spare=spare):
+                self._out.append(KeepCopy(manifest=manifest, spare=spare))
             case Release(copies=copies):
-                for copy in copies:
-                    self._copies.pop(copy, None)
+                self._shelf.remove(copies)
                 self._out.append(ReleaseCopies(copies=copies))
             case Ack(leases=leases):
                 self._acknowledged(leases)
-            case Welcome() | Refused() | Unknown():
+            case Welcome() | Refused() | Unknown() | DrainStatus():
                 raise AssertionError("membership is not work")
             case _:
                 assert_never(event.message)
@@ -284,7 +328,7 @@ class InstanceMachine:
             error = ErrorInfo(code="wrong_role", message=reason, blame="us", retryable=True)
             self._ended(self._voice.failed(lease, error))
         elif message.inputs:
-            self._out.append(StartPull(lease=lease, inputs=message.inputs))
+            self._out.append(StartPull(lease=lease, inputs=message.inputs, resume=message.resume))
         else:
             self._compute(work)
 
@@ -295,7 +339,7 @@ class InstanceMachine:
         )
         work.blobs = ()
 
-    def _cancel(self, lease: Lease) -> None:
+    def _cancel(self, lease: Lease, *, keep: bool) -> None:
         work = self._works.get(lease)
         if work is None:
             # Remembered, so that a lease which this cancel has overtaken is not begun.
@@ -303,9 +347,16 @@ class InstanceMachine:
             self._report(lease.role, self._voice.stopped(lease))
         elif work.outcome is not None:
             self._report_outcome(work)
+        elif keep and work.phase is not Phase.PULLING:
+            if work.phase is Phase.COMPUTING:
+                self._suspend(work)
         elif work.phase is not Phase.ABORTING:
             work.phase = Phase.ABORTING
             self._out.append(Abort(lease=lease))
+
+    def _suspend(self, work: Work) -> None:
+        work.phase = Phase.SUSPENDING
+        self._out.append(Suspend(lease=work.lease))
 
     def _acknowledged(self, leases: tuple[Lease, ...]) -> None:
         for lease in leases:
@@ -339,13 +390,13 @@ class InstanceMachine:
 
     def _compute_started(self, event: ComputeStarted) -> None:
         work = self._works.get(event.lease)
-        if work is not None and work.phase is Phase.COMPUTING and not work.started:
+        if work is not None and work.phase in _COMPUTING and not work.started:
             work.started = True
             self._report(event.lease.role, self._voice.started(event.lease))
 
     def _stepped(self, event: Stepped) -> None:
         work = self._works.get(event.lease)
-        if work is None or work.phase is not Phase.COMPUTING or work.outcome is not None:
+        if work is None or work.phase not in _COMPUTING or work.outcome is not None:
             return
         work.progress = (event.step, event.steps)
         if event.step >= event.steps or self._now >= work.progress_at + PROGRESS_INTERVAL:
@@ -353,28 +404,29 @@ class InstanceMachine:
         else:
             work.due = work.progress_at + PROGRESS_INTERVAL
 
+    def _checkpoint_made(self, event: CheckpointMade) -> None:
+        work = self._works.get(event.lease)
+        if work is None or work.phase is not Phase.COMPUTING:
+            self._out.append(ReleaseCopies(copies=(event.manifest.copy,)))
+            return
+        self._shelf.add_spare(event.manifest, event.lease.role)
+        self._report(event.lease.role, self._voice.checkpointed(event))
+
     def _ended(self, outcome: Outcome) -> None:
         work = self._works.get(outcome.lease)
         if work is None or work.outcome is not None:
             self._count("repeated_outcome", type(outcome).__name__, outcome.lease)
-            if isinstance(outcome, Staged):
-                made = {output.manifest.copy for output in outcome.outputs}
-                self._out.append(ReleaseCopies(copies=tuple(sorted(made - self._copies.keys()))))
+            if unknown := self._shelf.unknown(outcome):
+                self._out.append(ReleaseCopies(copies=unknown))
             return
         self._report_progress(work)
         work.outcome = outcome
         work.phase = Phase.ENDED
-        if isinstance(outcome, Staged):
-            for output in outcome.outputs:
-                self._copies[output.manifest.copy] = (outcome.lease, output.manifest)
+        self._shelf.add(outcome)
         self._report_outcome(work)
 
     def _dropped(self, copies: tuple[CopyId, ...]) -> None:
-        by_role: dict[Role, list[CopyId]] = {}
-        for copy in copies:
-            if (known := self._copies.pop(copy, None)) is not None:
-                by_role.setdefault(known[0].role, []).append(copy)
-        for role, dropped in by_role.items():
+        for role, dropped in self._shelf.drop(copies).items():
             self._report(role, self._voice.dropped(dropped))
 
     # -- reports ---------------------------------------------------------------------------------------------------

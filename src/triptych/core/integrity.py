@@ -20,7 +20,8 @@ def check_ledger(ledger: Ledger) -> None:
     granted = sum(grant.job is not None for member in ledger.members.values() for grant in member.grants.values())
     storing = sum(job.storing and job.grant is None for job in ledger.jobs.values())
     held = sum(job.held for job in ledger.awaiting.values())
-    places = queued + granted + storing + held
+    parked = sum(job.parked for job in ledger.jobs.values())
+    places = queued + granted + storing + held + parked
     assert places == len(ledger.jobs), f"{len(ledger.jobs)} live requests stand in {places} places"
     assert len(ledger.job_deadlines) == len(ledger.jobs), "each live request has one deadline"
     assert len(ledger.member_deadlines) == len(ledger.members), "each instance has one deadline"
@@ -34,7 +35,7 @@ def _check_job(ledger: Ledger, job: Job) -> None:
     assert job.state not in TERMINAL, f"{name} has ended as {job.state} and is still booked"
     queued = [role for role in ROLES if job in ledger.queues[role]]
     grant = job.grant
-    places = len(queued) + (grant is not None or job.storing) + job.held
+    places = len(queued) + (grant is not None or job.storing) + job.held + job.parked
     assert places == 1, f"{name} stands in {places} places, queues {queued}"
     if queued:
         assert job.queued, f"{name} does not know that it is queued"
@@ -46,6 +47,9 @@ def _check_job(ledger: Ledger, job: Job) -> None:
     assert (job.awaited is not None) == (job.request in ledger.awaiting), f"{name}: wrongly listed as awaiting"
     if job.awaited is not None:
         assert job.awaited.copies.keys().isdisjoint(job.copies), f"{name} waits for copies that it has"
+    assert not job.parked or (job.paused and job.state is WAITING[job.role]), f"{name} is parked as {job.state}"
+    for first in job.keeping.values():
+        assert first.job is job, f"{name} has a copy of another request kept"
     if grant is not None:
         assert grant.job is job, f"{name} holds a grant of another request"
         assert grant.lease == Lease(job.request, job.role, job.attempt), f"{name}: {grant.lease}"
@@ -70,11 +74,14 @@ def _check_member(ledger: Ledger, member: Member) -> None:
             assert ledger.jobs.get(lease.request) is grant.job, f"{name}: {lease} of a request that has ended"
             assert grant.job.grant is grant, f"{name}: {lease} is not the request's own lease"
     for role in ROLES:
-        serves = role in member.hello.roles
+        serves = role in member.hello.roles and not member.draining
         assert (member.id in ledger.serving[role]) == serves, f"{name}: wrongly listed for {role}"
         is_open = ledger.open[role].get(member.id) is member
         assert is_open == (serves and member.has_room(role)), f"{name}: open for {role} is {is_open}"
-        kept = sum(copy.manifest.nbytes for copy in member.copies.values() if copy.producer is role)
+        outputs = [copy for copy in member.copies.values() if not copy.spare]
+        kept = sum(copy.manifest.nbytes for copy in outputs if copy.producer is role)
         assert kept == member.retained[role], f"{name}: keeps {kept} bytes of {role}, booked {member.retained[role]}"
+    spare = sum(copy.manifest.nbytes for copy in member.copies.values() if copy.spare)
+    assert spare == member.spare_bytes, f"{name}: keeps {spare} bytes of checkpoints, booked {member.spare_bytes}"
     for copy in member.copies.values():
         assert copy.job.copies.get(copy.manifest.copy) is copy, f"{name}: its copy is unknown to the request"

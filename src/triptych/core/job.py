@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from math import inf
 from typing import Any
 
 from triptych.core.events import JobState, JobView, StageTiming
@@ -27,6 +28,10 @@ class Grant:
     """Its files are being stored; the instance keeps them until then."""
     resumed: bool = False
     """Granted by an earlier life of the server and brought back by the instance."""
+    resume: Copy | None = None
+    """The checkpoint that it goes on from."""
+    suspending: bool = False
+    """It was asked to stop between two steps and keep what it has done."""
     missed: int = 0
     """Successive heartbeats that did not know of it."""
     pull_seconds: float = 0.0
@@ -48,6 +53,31 @@ class Copy:
     missed: int = 0
     failures: int = 0
     """Failed pulls."""
+    step: int = 0
+    """Denoising steps in it, when it is a checkpoint."""
+    steps: int = 0
+    origin: tuple[str, str] = ("", "")
+    """Fingerprints of the encoder and the denoiser that made a checkpoint: only on equal ones it leads to the same
+    result."""
+
+    @property
+    def spare(self) -> bool:
+        """Whether it is a checkpoint, without which its stage only takes longer."""
+        return self.step > 0
+
+    def moved(self, manifest: Manifest, instance: InstanceId, now: float) -> Copy:
+        """The same content in another pool."""
+        return Copy(
+            manifest=manifest,
+            lease=self.lease,
+            consumer=self.consumer,
+            instance=instance,
+            job=self.job,
+            staged=now,
+            step=self.step,
+            steps=self.steps,
+            origin=self.origin,
+        )
 
     @property
     def producer(self) -> Role:
@@ -116,6 +146,15 @@ class Job:
     """Stages that are done: which copies each made, and for whom."""
     copies: dict[CopyId, Copy] = field(default_factory=dict[CopyId, Copy])
     """Copies that still exist and will be read."""
+    keeping: dict[CopyId, Copy] = field(default_factory=dict[CopyId, Copy])
+    """Copies that another instance was asked to keep too."""
+    encoded_by: str = ""
+    """Fingerprint of the encoder."""
+    resumed_from: int = 0
+    """Steps that the latest denoising attempt took over."""
+    paused: bool = False
+    parked: bool = False
+    """Paused, and standing nowhere else: its clocks stand still."""
     faults: list[Fault] = field(default_factory=list[Fault])
     avoid: set[InstanceId] = field(default_factory=set[InstanceId])
     """Instances that failed the present stage."""
@@ -133,6 +172,8 @@ class Job:
 
     def clocks(self, now: float) -> tuple[float, float]:
         """Seconds spent waiting and running so far."""
+        if self.parked:
+            return self.waited, self.ran
         if self.state in COUNTS_AS_RUNNING:
             return self.waited, self.ran + now - self.since
         if self.state in COUNTS_AS_WAITING:
@@ -142,6 +183,8 @@ class Job:
     @property
     def deadline(self) -> float:
         """When the timeout of the present state strikes if nothing changes."""
+        if self.parked:
+            return inf
         if self.state in COUNTS_AS_RUNNING:
             return self.since + self.run_timeout - self.ran
         return self.since + self.queue_timeout - self.waited
@@ -159,6 +202,31 @@ class Job:
             for copy, consumer in self.outputs.get(producer, ())
             if consumer is role
         )
+
+    def park(self, now: float) -> None:
+        """Stop the clocks."""
+        self.waited, self.ran = self.clocks(now)
+        self.parked = True
+
+    def unpark(self, now: float) -> None:
+        """Let the clocks go on."""
+        self.since = now
+        self.parked = False
+
+    def checkpoints(self) -> list[Copy]:
+        """The checkpoints of its denoising stage that exist, the most advanced ones last."""
+        return sorted((copy for copy in self.copies.values() if copy.spare), key=lambda copy: copy.step)
+
+    def checkpoint(self, fingerprint: str) -> Copy | None:
+        """The most advanced one that a denoiser of this fingerprint can go on from."""
+        fitting = [copy for copy in self.checkpoints() if copy.origin == (self.encoded_by, fingerprint)]
+        return fitting[-1] if fitting else None
+
+    def exchange(self, old: Copy, new: Copy) -> None:
+        """Have later stages read ``new`` in place of ``old``."""
+        if (made := self.outputs.get(old.producer)) is not None:
+            ids = {old.manifest.copy: new.manifest.copy}
+            self.outputs[old.producer] = tuple((ids.get(copy, copy), consumer) for copy, consumer in made)
 
     def settle(self) -> list[Copy]:
         """Strike out the stages whose outputs are gone although somebody has yet to read them.
@@ -200,4 +268,6 @@ class Job:
             running_seconds=ran,
             error=error,
             timings=tuple(self.timings),
+            resumed_from_step=self.resumed_from,
+            paused=self.paused,
         )

@@ -1,12 +1,12 @@
 """The router's books, and the moves that keep them consistent; each move leaves its actions in ``out``.
 
 Theory of operation. A live request stands in exactly one place: in the queue of its role, under a grant (a lease that
-some instance holds), in storing (its files have arrived and the shell is writing them), or held (an earlier life of the
-server had it under way, and the instances may bring back what they have of it). A copy is booked twice, with
-the request that will read it and with the instance whose pool holds it; both are struck out together. A grant whose
-request has ended or moved on stays with the instance without a request, because the slot is taken until the instance
-says that it stopped. Every way back (lost instance, lost copy, failed stage) goes through `requeue` or `recheck`:
-settle what is still there, then line up for the earliest stage that has to be done.
+some instance holds), in storing (its files have arrived and the shell is writing them), parked (a client has paused
+it), or held (an earlier life of the server had it under way, and the instances may bring back what they have of it). A
+copy is booked twice, with the request that will read it and with the instance whose pool holds it; both are struck out
+together. A grant whose request has ended or moved on stays with the instance without a request, because the slot is
+taken until the instance says that it stopped. Every way back (lost instance, lost copy, failed stage) goes through
+`requeue` or `recheck`: settle what is still there, then line up for the earliest stage that has to be done.
 """
 
 from __future__ import annotations
@@ -123,12 +123,25 @@ class Ledger:
             job.attempt += 1
         job.role = role
         job.ready = self.now
-        job.step = job.steps = 0
+        saved = job.checkpoints() if role is Role.DENOISER else []
+        job.step, job.steps = (saved[-1].step, saved[-1].steps) if saved else (0, 0)
         if job.state is not WAITING[role]:
             self.move(job, WAITING[role])
-        if job.awaited is None:
+        if job.awaited is None and job.paused:
+            self.park(job)
+        elif job.awaited is None:
             self.queues[role].add(job)
         self.update(job)
+
+    def park(self, job: Job) -> None:
+        """Have a request that stands nowhere wait until it is resumed; its clocks stand still."""
+        job.park(self.now)
+        self.job_deadlines.set(job.request, job.deadline)
+
+    def unpark(self, job: Job) -> None:
+        """Take a parked request up again; it stands nowhere then."""
+        job.unpark(self.now)
+        self.job_deadlines.set(job.request, job.deadline)
 
     def requeue(self, job: Job, grant: Grant, reason: str, *, charged: bool) -> None:
         """Go back after a lost or failed attempt; a stage that was charged too often fails the request."""
@@ -154,13 +167,13 @@ class Ledger:
         counts as a failure of the stage that made the copy.
         """
         grant = job.grant
-        if job.queued:
+        if job.queued or job.parked:
             self.release(job.settle())
             if job.next_role() is job.role or (
                 charged and self.exhausted(job, lost.producer, lost.instance, f"output {reason}")
             ):
                 return
-            self.queues[job.role].remove(job)
+            self.take_out(job)
             self.count("requeued", f"{job.role}: input {reason}", lost.instance, job.request)
             self.line_up(job)
         elif grant is not None and not grant.fetched and grant.started is None and not job.storing:
@@ -174,8 +187,8 @@ class Ledger:
 
     def end(self, job: Job, state: JobState, error: ErrorInfo | None = None) -> None:
         """Leave for good: free everything everywhere and show the terminal state."""
-        if job.queued:
-            self.queues[job.role].remove(job)
+        if job.queued or job.parked:
+            self.take_out(job)
         elif (grant := job.grant) is not None:
             if grant.storing:
                 self.free(grant)
@@ -183,7 +196,8 @@ class Ledger:
             else:
                 self.revoke(grant)
             job.grant = grant.job = None
-        job.storing = False
+        job.storing = job.paused = False
+        job.keeping.clear()
         if job.awaited is not None:
             del self.awaiting[job.request]
             job.awaited = None
@@ -193,12 +207,26 @@ class Ledger:
         del self.jobs[job.request]
         self.out.append(Update(view=job.view(self.now, None, error)))
 
+    def take_out(self, job: Job) -> None:
+        """Take a request out of its queue, or from where it is parked."""
+        if job.queued:
+            self.queues[job.role].remove(job)
+        else:
+            self.unpark(job)
+
     # -- leases -------------------------------------------------------------------------------------------------
 
     def grant(self, job: Job, member: Member) -> None:
         """Lease the stage of a request that has just been taken from its queue."""
         lease = Lease(job.request, job.role, job.attempt)
-        job.grant = member.grants[lease] = Grant(lease=lease, instance=member.id, granted=self.now, job=job)
+        resume = None
+        if job.role is Role.DENOISER:
+            resume = job.checkpoint(member.hello.fingerprint)
+            job.step, job.steps = (resume.step, resume.steps) if resume else (0, 0)
+            job.resumed_from = job.step
+        job.grant = member.grants[lease] = Grant(
+            lease=lease, instance=member.id, granted=self.now, job=job, resume=resume
+        )
         self.refresh(member)
         self.granted(job, member, lease)
         self.send(
@@ -210,6 +238,7 @@ class Ledger:
                 params=job.params,
                 inputs=job.inputs(job.role),
                 budget_seconds=max(0.0, job.run_timeout - job.ran),
+                resume=resume.manifest if resume else None,
             ),
             with_blobs=job.request if job.role is Role.ENCODER else None,
         )
@@ -228,6 +257,11 @@ class Ledger:
     def revoke(self, grant: Grant) -> None:
         """Have a lease stopped; its slot stays taken until the instance says so."""
         self.cancel(self.members[grant.instance], grant.lease)
+
+    def suspend(self, grant: Grant) -> None:
+        """Have a lease stopped between two steps, with what it has done."""
+        member = self.members[grant.instance]
+        self.send(member, Cancel(server_epoch=self.server_epoch, epoch=member.epoch, lease=grant.lease, keep=True))
 
     def cancel(self, member: Member, lease: Lease) -> None:
         """Tell a member to stop a lease, whether it is booked or not."""
@@ -273,8 +307,14 @@ class Ledger:
         lost: dict[RequestId, Copy] = {}
         for copy in copies:
             self.strike(copy)
-            lost[copy.job.request] = copy
-            self.count("copy_lost", f"{copy.manifest.copy}: {reason}", copy.instance, copy.job.request)
+            if not copy.spare:
+                lost[copy.job.request] = copy
+            self.count(
+                "checkpoint_lost" if copy.spare else "copy_lost",
+                f"{copy.manifest.copy}: {reason}",
+                copy.instance,
+                copy.job.request,
+            )
         for copy in lost.values():
             self.recheck(copy.job, copy, reason, charged=True)
 
@@ -285,6 +325,14 @@ class Ledger:
         self.members[member.id] = member
         for role in member.hello.roles:
             self.serving[role][member.id] = member
+        self.refresh(member)
+
+    def withdraw(self, member: Member, reason: str) -> None:
+        """Give a member no more work from now on."""
+        member.draining = True
+        for role in member.hello.roles:
+            self.serving[role].pop(member.id, None)
+            self.last_lost[role] = f"{member.id}: {reason}"
         self.refresh(member)
 
     def next_ordinal(self) -> int:
@@ -307,7 +355,7 @@ class Ledger:
         """
         del self.members[member.id]
         for role in member.hello.roles:
-            del self.serving[role][member.id]
+            self.serving[role].pop(member.id, None)
             self.open[role].pop(member.id, None)
             self.last_lost[role] = f"{member.id}: {reason}"
         self.member_deadlines.discard(member.id)
@@ -316,7 +364,8 @@ class Ledger:
         lost: dict[RequestId, Copy] = {}
         for copy in member.copies.values():
             del copy.job.copies[copy.manifest.copy]
-            lost[copy.job.request] = copy
+            if not copy.spare:
+                lost[copy.job.request] = copy
         grants = [grant for grant in member.grants.values() if grant.job is not None]
         any_started = any(grant.started is not None for grant in grants)
         for grant in grants:

@@ -32,6 +32,10 @@ class Member:
     """Bytes of the kept copies, by the role that made them."""
     typical: dict[Role, int] = field(default_factory=lambda: dict.fromkeys(ROLES, 0))
     """Bytes that the last stage of each role staged here."""
+    draining: bool = False
+    """It was asked to stop: it gets nothing new."""
+    spare_bytes: int = 0
+    """Bytes of the checkpoints kept here, which yield to everything else."""
     odd_leases: frozenset[Lease] = frozenset()
     odd_copies: frozenset[CopyId] = frozenset()
     """What its last heartbeat listed and the router does not know."""
@@ -47,7 +51,7 @@ class Member:
         Only copies made by this role or later ones count: they wait for stages which this rule does not hold back
         (a decoder stages nothing), so that full pools can never lock each other.
         """
-        if len(self.grants) >= self.hello.slots:
+        if self.draining or len(self.grants) >= self.hello.slots:
             return False
         if role is Role.DECODER:
             return True
@@ -63,12 +67,18 @@ class Member:
     def keep(self, copy: Copy) -> None:
         """Book a copy that lies in this instance's pool."""
         self.copies[copy.manifest.copy] = copy
-        self.retained[copy.producer] += copy.manifest.nbytes
+        self._book(copy, copy.manifest.nbytes)
 
     def drop(self, copy: Copy) -> None:
         """Strike a copy out."""
         del self.copies[copy.manifest.copy]
-        self.retained[copy.producer] -= copy.manifest.nbytes
+        self._book(copy, -copy.manifest.nbytes)
+
+    def _book(self, copy: Copy, nbytes: int) -> None:
+        if copy.spare:
+            self.spare_bytes += nbytes
+        else:
+            self.retained[copy.producer] += nbytes
 
     def view(self, now: float) -> InstanceView:
         """A snapshot for operators."""
@@ -88,4 +98,5 @@ class Member:
             resident_bytes=self.resident_bytes,
             device_bytes=self.device_bytes,
             heartbeat_age=max(0.0, now - self.seen),
+            draining=self.draining,
         )

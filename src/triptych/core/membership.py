@@ -159,6 +159,8 @@ class Membership:
                 grant.missed = 0
                 if grant.job is None:
                     ledger.cancel(member, grant.lease)  # the first one may have been lost
+                elif grant.suspending:
+                    ledger.suspend(grant)
             elif self._overdue(grant.granted):
                 grant.missed += 1
                 if grant.missed >= _MISSES:

@@ -8,9 +8,11 @@ from triptych.core.events import JobState, StageDone, StageTiming, StoreFiles
 from triptych.core.job import Copy, Grant, Job
 from triptych.core.ledger import Ledger
 from triptych.core.members import Member
+from triptych.core.safekeeping import Safekeeping
 from triptych.core.states import FINISHED, RUNNING
 from triptych.ids import ROLES, RequestId, Role
 from triptych.wire.messages import (
+    Checkpointed,
     Dropped,
     ErrorInfo,
     Fetched,
@@ -22,7 +24,7 @@ from triptych.wire.messages import (
     Stopped,
 )
 
-Report: TypeAlias = Fetched | Started | Progress | Staged | Finished | StageFailed | Stopped
+Report: TypeAlias = Fetched | Started | Progress | Checkpointed | Staged | Finished | StageFailed | Stopped
 
 _PULLS = 2
 """Failed pulls of one copy after which it is taken for lost."""
@@ -31,8 +33,9 @@ _PULLS = 2
 class Reports:
     """Handlers of stage reports over the ledger."""
 
-    def __init__(self, ledger: Ledger) -> None:
+    def __init__(self, ledger: Ledger, safekeeping: Safekeeping) -> None:
         self._ledger = ledger
+        self._safekeeping = safekeeping
 
     def handle(self, message: Report) -> None:
         """Apply a report to the lease that it speaks of; late and repeated ones change nothing but are answered."""
@@ -57,6 +60,9 @@ class Reports:
                 self._start(grant.job, grant)
             case Progress():
                 self._progress(grant.job, grant, message)
+            case Checkpointed():
+                self._start(grant.job, grant)
+                self._safekeeping.book(grant.job, member, message.lease, message.manifest, message.step, message.steps)
             case Staged():
                 self._staged(grant.job, grant, member, message)
             case Finished():
@@ -64,9 +70,7 @@ class Reports:
             case StageFailed():
                 self._failed(grant.job, grant, member, message)
             case Stopped():
-                ledger.free(grant)
-                ledger.ack(member, grant.lease)
-                ledger.requeue(grant.job, grant, "stopped without being asked", charged=True)
+                self._stopped(grant.job, grant, member, message)
             case _:
                 assert_never(message)
 
@@ -83,6 +87,10 @@ class Reports:
     def _late(self, member: Member, grant: Grant | None, message: Report) -> None:
         """A report of a lease that nobody waits for any more: its end frees the slot, its outputs are of no use."""
         ledger = self._ledger
+        if isinstance(message, Checkpointed):
+            if message.manifest.copy not in member.copies:
+                ledger.release_ids(member, (message.manifest.copy,))
+            return
         if isinstance(message, Fetched | Started | Progress):
             if grant is None:
                 ledger.count("late_report", type(message).__name__, member.id, message.lease.request)
@@ -95,6 +103,8 @@ class Reports:
         if isinstance(message, Staged):
             copies = (output.manifest.copy for output in message.outputs)
             ledger.release_ids(member, [copy for copy in copies if copy not in member.copies])
+        elif isinstance(message, Stopped) and message.checkpoint and message.checkpoint.copy not in member.copies:
+            ledger.release_ids(member, (message.checkpoint.copy,))
 
     # -- on the way ---------------------------------------------------------------------------------------------
 
@@ -128,6 +138,10 @@ class Reports:
         ledger.ack(member, grant.lease)
         member.typical[role] = sum(output.manifest.nbytes for output in message.outputs)
         job.outputs[role] = ()
+        if role is Role.ENCODER:
+            job.encoded_by = member.hello.fingerprint
+        else:
+            job.keeping.clear()
         ledger.release([copy for copy in job.copies.values() if copy.consumer is role])
         # A later stage that was done already may have lost its output meanwhile, and then reads this one's again.
         ledger.release(job.settle())
@@ -146,6 +160,8 @@ class Reports:
                 staged=ledger.now,
             )
             ledger.keep(copy)
+            if member.draining:
+                self._safekeeping.save(copy)
         ledger.release_ids(member, useless)
         ledger.move(job, FINISHED[role])
         ledger.update(job)
@@ -178,13 +194,29 @@ class Reports:
         ledger = self._ledger
         ledger.free(grant)
         ledger.ack(member, grant.lease)
-        if message.lost_copies:
+        if grant.resume is not None and grant.resume.manifest.copy in job.copies:
+            # Whatever it failed of, the next attempt must not fail of the same checkpoint.
+            ledger.release([grant.resume])
+        if grant.resume is not None and grant.resume.manifest.copy in message.lost_copies:
+            ledger.requeue(job, grant, f"pull failed: {message.error.message}", charged=False)
+        elif message.lost_copies:
             self._unpulled(job, grant, message)
         elif message.error.retryable:
             ledger.requeue(job, grant, message.error.message, charged=True)
         else:
             job.grant = grant.job = None
             ledger.end(job, JobState.FAILED, message.error)
+
+    def _stopped(self, job: Job, grant: Grant, member: Member, message: Stopped) -> None:
+        """A lease that was taken back, or that an instance which is leaving could not finish."""
+        ledger = self._ledger
+        asked = grant.suspending or member.draining
+        ledger.free(grant)
+        ledger.ack(member, grant.lease)
+        if message.checkpoint is not None:
+            self._safekeeping.book(job, member, grant.lease, message.checkpoint, message.step, message.steps)
+        reason = f"suspended after step {message.step}" if asked else "stopped without being asked"
+        ledger.requeue(job, grant, reason, charged=not asked)
 
     def _unpulled(self, job: Job, grant: Grant, message: StageFailed) -> None:
         """An input could not be pulled: try once more elsewhere, then make it anew."""

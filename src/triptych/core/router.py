@@ -17,8 +17,11 @@ from triptych.core.events import (
     InstanceView,
     JobState,
     JobView,
+    MigrateRequest,
+    PauseRequest,
     Received,
     Restore,
+    ResumeRequest,
     RouterAction,
     RouterEvent,
     StoreFailed,
@@ -31,11 +34,15 @@ from triptych.core.ledger import Ledger
 from triptych.core.members import Member
 from triptych.core.membership import Membership
 from triptych.core.policies import POLICIES
+from triptych.core.preemption import Preemption
 from triptych.core.reports import Reports
 from triptych.core.returns import Returns
+from triptych.core.safekeeping import Safekeeping
 from triptych.core.timeouts import timeout_error
 from triptych.ids import ROLES, Epoch, RequestId, Role
 from triptych.wire.messages import (
+    Checkpointed,
+    Draining,
     Dropped,
     Fetched,
     Finished,
@@ -43,6 +50,7 @@ from triptych.wire.messages import (
     Goodbye,
     Heartbeat,
     Hello,
+    Kept,
     Progress,
     Staged,
     StageFailed,
@@ -68,7 +76,9 @@ class Router:
         self._ledger = Ledger(config, server_epoch)
         self._returns = Returns(self._ledger)
         self._membership = Membership(self._ledger, self._returns, result_urls)
-        self._reports = Reports(self._ledger)
+        self._safekeeping = Safekeeping(self._ledger)
+        self._preemption = Preemption(self._ledger, self._safekeeping)
+        self._reports = Reports(self._ledger, self._safekeeping)
         self._policy = POLICIES[config.dispatch_policy]
         self._last: dict[Role, int] = dict.fromkeys(ROLES, 0)
         """Ordinal of the instance that each role chose last."""
@@ -100,6 +110,12 @@ class Router:
             case CancelRequest(request=request):
                 if (job := ledger.jobs.get(request)) is not None:
                     ledger.end(job, JobState.CANCELLED)
+            case PauseRequest(request=request):
+                self._preemption.pause(request)
+            case ResumeRequest(request=request):
+                self._preemption.resume(request)
+            case MigrateRequest(request=request):
+                self._preemption.migrate(request)
             case FilesStored(request=request, attempt=attempt):
                 self._reports.stored(request, attempt, None)
             case StoreFailed(request=request, attempt=attempt, error=error):
@@ -119,7 +135,9 @@ class Router:
 
     def _receive(self, message: FromInstance) -> None:
         match message:
-            case Fetched() | Started() | Progress() | Staged() | Finished() | StageFailed() | Stopped():
+            case (
+                Fetched() | Started() | Progress() | Checkpointed() | Staged() | Finished() | StageFailed() | Stopped()
+            ):
                 self._reports.handle(message)
             case Hello():
                 self._membership.hello(message)
@@ -127,6 +145,10 @@ class Router:
                 self._membership.heartbeat(message)
             case Goodbye():
                 self._membership.goodbye(message)
+            case Draining():
+                self._preemption.draining(message)
+            case Kept():
+                self._safekeeping.kept(message)
             case Dropped():
                 self._reports.dropped(message)
             case _:
@@ -167,6 +189,8 @@ class Router:
             if not unblamed and not ledger.serving[role].keys() <= job.avoid:
                 return None
             candidates = unblamed or candidates
+        if role is Role.DENOISER and len(candidates) > 1:
+            candidates = [m for m in candidates if job.checkpoint(m.hello.fingerprint)] or candidates
         return self._policy(candidates, self._last[role])
 
     # -- views --------------------------------------------------------------------------------------------------

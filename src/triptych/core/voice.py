@@ -4,16 +4,19 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-from triptych.core.events import Pulled, Usage
+from triptych.core.events import CheckpointMade, CopyKept, Pulled, Usage
 from triptych.ids import CopyId, Epoch
 from triptych.wire.manifest import Manifest
 from triptych.wire.messages import (
+    Checkpointed,
+    Draining,
     Dropped,
     ErrorInfo,
     Fetched,
     Goodbye,
     Heartbeat,
     Hello,
+    Kept,
     Lease,
     Outcome,
     Progress,
@@ -56,6 +59,34 @@ class Voice:
         """The last word."""
         return Goodbye(
             instance=self._template.instance, epoch=self._template.epoch, server_epoch=self.server, reason=reason
+        )
+
+    def draining(self, seconds: float) -> Draining:
+        """The instance was asked to stop, and stays so long at most."""
+        return Draining(
+            instance=self._template.instance, epoch=self._template.epoch, server_epoch=self.server, seconds=seconds
+        )
+
+    def kept(self, event: CopyKept) -> Kept:
+        """Another instance's copy is here too."""
+        return Kept(
+            instance=self._template.instance,
+            epoch=self._template.epoch,
+            server_epoch=self.server,
+            copy=event.copy,
+            manifest=event.manifest,
+        )
+
+    def checkpointed(self, event: CheckpointMade) -> Checkpointed:
+        """What a lease did so far is staged."""
+        return Checkpointed(
+            instance=self._template.instance,
+            epoch=self._template.epoch,
+            server_epoch=self.server,
+            lease=event.lease,
+            manifest=event.manifest,
+            step=event.step,
+            steps=event.steps,
         )
 
     def fetched(self, event: Pulled) -> Fetched:

@@ -21,6 +21,8 @@ class Phase(enum.Enum):
     PULLING = enum.auto()
     COMPUTING = enum.auto()
     """With the compute thread, perhaps queued behind others."""
+    SUSPENDING = enum.auto()
+    """To be stopped between two steps, unless it is finished before."""
     ABORTING = enum.auto()
     ENDED = enum.auto()
 

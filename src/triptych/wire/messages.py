@@ -101,6 +101,20 @@ class Goodbye(_FromInstance, frozen=True, tag="goodbye"):
     reason: str
 
 
+class Draining(_FromInstance, frozen=True, tag="draining"):
+    """The instance was asked to stop: it takes no new work and leaves once it is not needed, at the latest in
+    ``seconds``. Repeated with each heartbeat; the answer is `DrainStatus`."""
+
+    seconds: float
+
+
+class Kept(_FromInstance, frozen=True, tag="kept"):
+    """Answer to `Keep`: the instance has a copy of its own of what ``copy`` holds."""
+
+    copy: CopyId
+    manifest: Manifest
+
+
 # -- stage reports: instance PUSH -> result port of the stage's role ------------------------------------------------
 
 
@@ -123,6 +137,16 @@ class Progress(_FromInstance, frozen=True, tag="progress"):
     """``step`` of ``steps`` denoising steps are done."""
 
     lease: Lease
+    step: int
+    steps: int
+
+
+class Checkpointed(_FromInstance, frozen=True, tag="checkpointed"):
+    """A running stage has put what it did so far into its pool: another attempt may go on after ``step`` of
+    ``steps``."""
+
+    lease: Lease
+    manifest: Manifest
     step: int
     steps: int
 
@@ -181,6 +205,11 @@ class Stopped(_FromInstance, frozen=True, tag="stopped"):
     """A cancelled lease is over and its memory is free. An outcome."""
 
     lease: Lease
+    checkpoint: Manifest | None = None
+    """What it did so far, when that was to be kept and can be continued."""
+    step: int = 0
+    """Denoising steps in the checkpoint."""
+    steps: int = 0
 
 
 class Dropped(_FromInstance, frozen=True, tag="dropped"):
@@ -190,7 +219,20 @@ class Dropped(_FromInstance, frozen=True, tag="dropped"):
 
 
 FromInstance: TypeAlias = (
-    Hello | Heartbeat | Goodbye | Fetched | Started | Progress | Staged | Finished | StageFailed | Stopped | Dropped
+    Hello
+    | Heartbeat
+    | Goodbye
+    | Draining
+    | Kept
+    | Fetched
+    | Started
+    | Progress
+    | Checkpointed
+    | Staged
+    | Finished
+    | StageFailed
+    | Stopped
+    | Dropped
 )
 
 Outcome: TypeAlias = Staged | Finished | StageFailed | Stopped
@@ -230,12 +272,31 @@ class RunStage(_ToInstance, frozen=True, tag="run_stage"):
     """Copies to pull; empty for the encoder."""
     budget_seconds: float
     """Running time that is left to the request."""
+    resume: Manifest | None = None
+    """Checkpoint to go on from, to be pulled like the inputs."""
 
 
 class Cancel(_ToInstance, frozen=True, tag="cancel"):
     """Stop this lease within one step, answer `Stopped`. Of an unknown lease: answer `Stopped` all the same."""
 
     lease: Lease
+    keep: bool = False
+    """Keep what was done: a stage between two steps leaves a checkpoint, one without steps is finished instead."""
+
+
+class Keep(_ToInstance, frozen=True, tag="keep"):
+    """Pull this copy of another instance and keep it, so that it outlives its maker; answer `Kept`. Does not count as
+    a lease; when there is no room, or the maker is gone, nothing happens."""
+
+    manifest: Manifest
+    spare: bool
+    """It only saves time (a checkpoint): the first to be dropped when the pool needs room."""
+
+
+class DrainStatus(_ToInstance, frozen=True, tag="drain_status"):
+    """Answer to `Draining`: whether requests still need what the instance computes or keeps."""
+
+    needed: bool
 
 
 class Release(_ToInstance, frozen=True, tag="release"):
@@ -250,4 +311,4 @@ class Ack(_ToInstance, frozen=True, tag="ack"):
     leases: tuple[Lease, ...]
 
 
-ToInstance: TypeAlias = Welcome | Refused | Unknown | RunStage | Cancel | Release | Ack
+ToInstance: TypeAlias = Welcome | Refused | Unknown | DrainStatus | RunStage | Cancel | Keep | Release | Ack
