@@ -193,8 +193,12 @@ class ServerConfig:
     """Seconds of waiting time of a request."""
     output_dir: Path = Path("outputs")
     """Where finished media files are kept."""
+    state_dir: Path | None = None
+    """Where accepted jobs are written down, so that they outlive the server (``--state-dir``); None: nowhere."""
     retained_jobs: int = 10_000
-    """Ended jobs that are remembered; beyond it the oldest goes, with its media. Live jobs always stay."""
+    """Ended jobs that are kept (``--retain-count``); beyond it the oldest goes, with its media. Live ones stay."""
+    retained_bytes: int | None = None
+    """Media that are kept (``--retain-bytes``); beyond it the oldest job goes, but never the last one. None: all."""
     retained_seconds: float | None = None
     """How long an ended job and its media are kept (``--retain-seconds``); None: until ``retained_jobs`` is reached."""
     max_upload_bytes: int = 32 * MIB
@@ -202,7 +206,7 @@ class ServerConfig:
     max_live_requests: int = 1000
     """Requests that wait or run at the same time; more are put off with 429."""
     task_ports: tuple[int, int, int] | None = None
-    """HTTP ports on which a task comes in three posts, to encoder, transformer and decoder; metrics 10000 above each."""
+    """HTTP ports on which a task comes in three posts, to encoder, transformer and decoder; metrics lie 10000 above."""
     input_root: Path | None = None
     """Folder from which requests may name pictures by path; None: by no path."""
     allow_image_urls: bool = False
@@ -223,6 +227,8 @@ class ServerConfig:
         self._check_task_ports()
         if self.retained_seconds is not None:
             _positive(self, "retained_seconds")
+        if self.retained_bytes is not None:
+            _positive(self, "retained_bytes")
         for role, urls in self.instance_urls.items():
             for url in urls:
                 parse_tcp_url(f"{role}-urls", url)

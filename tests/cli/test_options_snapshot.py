@@ -39,11 +39,14 @@ SERVE_OPTIONS = {
     "--disagg-key-dir": None,
     "--insecure": False,
     "--output-dir": "outputs",
+    "--state-dir": None,
     "--max-live-requests": 1000,
     "--task-ports": None,
     "--input-root": None,
     "--allow-image-urls": False,
     "--retain-seconds": None,
+    "--retain-count": 10000,
+    "--retain-bytes": None,
 }
 
 COMMAND_ARGUMENTS: dict[str, dict[str, Any]] = {

@@ -11,6 +11,7 @@ from starlette.datastructures import UploadFile
 from starlette.requests import Request
 
 from triptych.api.errors import WrongMediaType
+from triptych.api.idempotency import remember_body
 from triptych.errors import BadRequest
 
 MAX_FIELDS = 64
@@ -33,6 +34,12 @@ class Body:
 
 async def read_body(request: Request) -> Body:
     """The body of ``request``. Raises `BadRequest` or one of its kin."""
+    body = await _read(request)
+    remember_body(request, body.fields, body.uploads)
+    return body
+
+
+async def _read(request: Request) -> Body:
     header = request.headers.get("content-type", "")
     kind = parse_options_header(header)[0]
     if kind == b"application/json":

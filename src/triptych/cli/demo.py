@@ -38,7 +38,7 @@ def run(args: argparse.Namespace) -> int:
             port=port,
             scheduler_port=scheduler,
             disagg_transfer="mooncake",
-            output_dir=media,
+            output_dir=Path(media) / "outputs",
         )
         with launch_pool_disagg_server(
             options,

@@ -24,7 +24,7 @@ class Accepted(Record, frozen=True, kw_only=True, tag="accepted"):
     output: str
     """``video`` or ``image``."""
     params: dict[str, Any]
-    metadata: dict[str, str] = {}
+    metadata: dict[str, str]
     images: int = 0
     queue_timeout: float
     run_timeout: float

@@ -62,11 +62,14 @@ class ServerArgs:
     disagg_key_dir: str | None = None
     insecure: bool = False
     output_dir: str = "outputs"
+    state_dir: str | None = None
     max_live_requests: int = 1000
     task_ports: tuple[int, int, int] | None = None
     input_root: str | None = None
     allow_image_urls: bool = False
     retain_seconds: float | None = None
+    retain_count: int = 10_000
+    retain_bytes: int | None = None
     given: frozenset[str] = frozenset()
     """Names that were said, as against defaults."""
 
@@ -127,11 +130,14 @@ class ServerArgs:
             run_timeout=self.disagg_timeout,
             queue_timeout=self.queue_timeout,
             output_dir=Path(self.output_dir),
+            state_dir=Path(f"{self.output_dir}-state" if self.state_dir is None else self.state_dir),
             max_live_requests=self.max_live_requests,
             task_ports=self.task_ports,
             input_root=None if self.input_root is None else Path(self.input_root),
             allow_image_urls=self.allow_image_urls,
             retained_seconds=self.retain_seconds,
+            retained_jobs=self.retain_count,
+            retained_bytes=self.retain_bytes,
             key_dir=self._key_dir,
             insecure=self.insecure,
             router=RouterConfig(dispatch_policy=self.disagg_dispatch_policy),

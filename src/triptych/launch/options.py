@@ -268,6 +268,7 @@ OPTIONS: tuple[Option, ...] = (
     _option("disagg_key_dir", read_path, None, ALL, "DIR", "keys of the control plane, made by `triptych keygen DIR`"),
     _option("insecure", read_switch, False, ALL, "", "allow binding beyond loopback without authentication"),
     _option("output_dir", read_path, "outputs", DOOR, "FOLDER", "where finished media files are kept"),
+    _option("state_dir", read_path, None, DOOR, "FOLDER", "journal of accepted jobs; default: output-dir with -state"),
     _option("max_live_requests", read_integer, 1000, DOOR, "N", "requests that wait or run at once; more get 429"),
     _option(
         "task_ports", read_ports, None, DOOR, "E,T,D", "ports for tasks in three posts: ENCODER,TRANSFORMER,DECODER"
@@ -275,6 +276,8 @@ OPTIONS: tuple[Option, ...] = (
     _option("input_root", read_path, None, DOOR, "FOLDER", "folder from which requests may name pictures by path"),
     _option("allow_image_urls", read_switch, False, DOOR, "", "fetch pictures that requests name by http(s) URL"),
     _option("retain_seconds", read_seconds, None, DOOR, "SECONDS", "forget ended jobs and their media after this time"),
+    _option("retain_count", read_integer, 10_000, DOOR, "N", "ended jobs kept with their media; the oldest go first"),
+    _option("retain_bytes", read_size, None, DOOR, "SIZE", "media kept of ended jobs, e.g. 100GiB; the oldest go first"),
 )
 """All serving options, in the order in which the help shows them."""
 

@@ -46,6 +46,10 @@ class MediaStore:
                 raise StorageFull(f"no room for finished media in {self.root}; free some space there")
             self._wanted = 0
 
+    def path(self, name: str) -> Path:
+        """Where a file of that name lies, or would."""
+        return self.root / name
+
     def store(self, request: RequestId, files: Sequence[tuple[MediaFile, bytes]]) -> tuple[StoredFile, ...]:
         """Write all files of a job, or none of them.
 

@@ -63,6 +63,8 @@ class Entry:
         "created_at",
         "files",
         "id",
+        "images",
+        "key",
         "metadata",
         "output",
         "params",
@@ -74,17 +76,30 @@ class Entry:
     )
 
     def __init__(
-        self, request: RequestId, output: OutputKind, params: dict[str, Any], metadata: dict[str, str], view: JobView
+        self,
+        request: RequestId,
+        output: OutputKind,
+        params: dict[str, Any],
+        metadata: dict[str, str],
+        view: JobView,
+        *,
+        created_at: float | None = None,
+        key: str = "",
+        images: int = 0,
     ) -> None:
         self.id = request
         self.output: OutputKind = output
         self.params = params
         self.metadata = metadata
-        self.created_at = time.time()
+        self.created_at = time.time() if created_at is None else created_at
         self.started_at: float | None = None
         self.completed_at: float | None = None
         self.view = view
         self.files: tuple[StoredFile, ...] = ()
+        self.key = key
+        """Name of its idempotency key; empty when it has none."""
+        self.images = images
+        """How many images were uploaded with it."""
         self.timings_seen = 0
         self.waiters: list[asyncio.Future[None]] = []
         """Woken at the end of the job."""
@@ -95,6 +110,11 @@ class Entry:
     def ended(self) -> bool:
         """Whether the state is final."""
         return self.view.state in TERMINAL
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of its media."""
+        return sum(file.nbytes for file in self.files)
 
     def record(self, view: JobView | None = None) -> JobRecord:
         """The job as it was at its last update, or in ``view`` if that is newer."""
@@ -122,6 +142,18 @@ class Entry:
         _wake(waiters)
 
 
+async def turn(waiting: list[asyncio.Future[None]]) -> None:
+    """Wait in a list of an entry until woken; leaves nothing behind when cancelled."""
+    future: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+    waiting.append(future)
+    try:
+        await future
+    except asyncio.CancelledError:
+        if future in waiting:
+            waiting.remove(future)
+        raise
+
+
 def _wake(futures: Iterable[asyncio.Future[None]]) -> None:
     for future in futures:
         if not future.done():
@@ -139,6 +171,10 @@ class IdMint:
         self._last = max(self._last + 1, int(time.time() * 1000) << 16)
         return RequestId(f"{output}_{self._last:016x}{os.urandom(8).hex()}")
 
+    def after(self, request: RequestId) -> None:
+        """Make every later id greater than one of an earlier life of the server."""
+        self._last = max(self._last, int(request.partition("_")[2][:16], 16))
+
     @staticmethod
     def is_id(value: str, output: OutputKind) -> bool:
         """Whether ``value`` has the form of an id of that kind."""
@@ -147,14 +183,17 @@ class IdMint:
 
 
 class Records:
-    """Jobs by id, oldest first. At most ``retained`` ended ones are kept, live ones always.
+    """Jobs by id, oldest first. Of ended ones, at most ``retained`` are kept, with at most ``retained_bytes`` of media
+    (the last one is kept however large it is), live ones always.
 
     ``forget`` is given every job that is dropped for room, so that its media can go with it.
     """
 
-    def __init__(self, retained: int, forget: Callable[[Entry], None]) -> None:
+    def __init__(self, retained: int, forget: Callable[[Entry], None], *, retained_bytes: int | None = None) -> None:
         self._retained = retained
+        self._retained_bytes = retained_bytes
         self._forget = forget
+        self._bytes = 0
         self._entries: dict[RequestId, Entry] = {}
         self._ended: dict[RequestId, None] = {}
         """Ended jobs in the order of their end."""
@@ -168,9 +207,11 @@ class Records:
         return iter(self._entries.values())
 
     def add(self, entry: Entry) -> None:
-        """Remember a new job."""
+        """Remember a new job, or one that has ended, then in the order of their ends."""
         self._entries[entry.id] = entry
         self.states[entry.view.state] += 1
+        if entry.ended:
+            self._end(entry)
 
     def find(self, request: RequestId) -> Entry | None:
         """The job of that id, or None."""
@@ -206,7 +247,9 @@ class Records:
     def remove(self, entry: Entry) -> None:
         """Forget a job."""
         if self._entries.pop(entry.id, None) is not None:
-            self._ended.pop(entry.id, None)
+            if entry.id in self._ended:
+                del self._ended[entry.id]
+                self._bytes -= entry.nbytes
             self.states[entry.view.state] -= 1
             entry.wake_all()
 
@@ -248,7 +291,10 @@ class Records:
 
     def _end(self, entry: Entry) -> None:
         self._ended[entry.id] = None
-        while len(self._ended) > self._retained:
+        self._bytes += entry.nbytes
+        while len(self._ended) > self._retained or (
+            self._retained_bytes is not None and self._bytes > self._retained_bytes and len(self._ended) > 1
+        ):
             oldest = self._entries[next(iter(self._ended))]
             self.remove(oldest)
             self._forget(oldest)

@@ -9,22 +9,26 @@ import secrets
 import time
 from collections.abc import AsyncIterator, Callable, Coroutine, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from typing import Any, Literal, ParamSpec, TypeVar, cast
+from typing import Any, Literal, ParamSpec, TypeVar
 
 from prometheus_client import CollectorRegistry
 
 import triptych
 from triptych.config import ServerConfig
-from triptych.core.events import CancelRequest, Count, JobState, JobView, Submit
+from triptych.core.events import CancelRequest, Count, JobState, JobView, LeaseGranted, StageDone, Submit
+from triptych.core.journal import Accepted, Deleting, Finish, Stored
 from triptych.core.router import Router
 from triptych.core.states import TERMINAL
-from triptych.errors import BadRequest, NotReady, StorageFailed
+from triptych.errors import NotReady, StorageFailed
 from triptych.ids import ROLES, Epoch, InstanceId, RequestId, Role
+from triptych.server.acceptance import Order, entry_of, note_of, revive
+from triptych.server.archive import Archive, DiskArchive, NoArchive, Remembered
+from triptych.server.idempotency import IdempotencyKey, Keys
 from triptych.server.info import describe_pool
 from triptych.server.media_store import MediaStore
 from triptych.server.metrics import Gauges, Metrics
 from triptych.server.readiness import Addresses, Readiness, judge
-from triptych.server.records import Entry, IdMint, JobRecord, OutputKind, Records, StoredFile
+from triptych.server.records import Entry, IdMint, JobRecord, OutputKind, Records, StoredFile, turn
 from triptych.server.shell import Shell
 from triptych.transport.control.keys import load_keys
 from triptych.transport.control.server import ServerControl
@@ -55,13 +59,15 @@ class DiffusionService:
         self._epoch = Epoch(secrets.token_hex(8))
         self._created = time.monotonic()
         self._media = MediaStore(config.output_dir)
-        self._records = Records(config.retained_jobs, self._forget_media)
+        self._archive: Archive = NoArchive() if config.state_dir is None else DiskArchive(config.state_dir)
+        self._records = Records(config.retained_jobs, self._forget, retained_bytes=config.retained_bytes)
+        self._keys = Keys()
         self._mint = IdMint()
         self._addresses = Addresses()
         self._metrics = Metrics(self._gauges)
         self._router = Router(config.router, self._epoch, self._result_urls())
         self._threads = ThreadPoolExecutor(STORE_THREADS, thread_name_prefix="media-store")
-        self._background: set[asyncio.Task[None]] = set()
+        self._background: set[asyncio.Task[Any]] = set()
         self._known: dict[InstanceId, None] = {}
         self._resolving = False
         self._control: ServerControl | None = None
@@ -71,15 +77,27 @@ class DiffusionService:
     # -- life --------------------------------------------------------------------------------------------------
 
     async def start(self) -> None:
-        """Open the media store, bind the four scheduler ports and listen.
+        """Open media store and journal, take up the jobs of earlier lives, bind the four scheduler ports and listen.
 
-        Raises `ConfigError` for a port that is taken or a key that is missing, `StorageFailed` for a folder that cannot be used.
+        Raises `ConfigError` for a port that is taken, a key that is missing or a state folder in use, and
+        `StorageFailed` for a folder that cannot be used.
         """
-        loop = asyncio.get_running_loop()
-        await loop.run_in_executor(self._threads, self._media.open)
-        keys = None if self._config.key_dir is None else load_keys(self._config.key_dir, "server")
-        self._control = ServerControl(self._config.host, self._config.scheduler_port, keys=keys)
+        await self._in_thread(self._media.open)
+        try:
+            remembered = await self._in_thread(self._archive.open)
+            keys = None if self._config.key_dir is None else load_keys(self._config.key_dir, "server")
+            self._control = ServerControl(self._config.host, self._config.scheduler_port, keys=keys)
+        except BaseException:
+            await self._in_thread(self._archive.close)
+            raise
+        self._archive.start()
         self._shell = Shell(self._router, self._control, self)
+        ended = [job for job in remembered if not job.history.live]
+        for job in sorted(ended, key=lambda job: job.history.ended().completed_at):
+            self._revive(job, self._shell)
+        for job in remembered:
+            if job.history.live:
+                self._revive(job, self._shell)
         self._shell.start()
 
     async def close(self) -> None:
@@ -89,12 +107,15 @@ class DiffusionService:
         self._closed = True
         for entry in self._records:
             entry.wake_all()
+        if self._background:
+            await asyncio.wait(self._background)
         if self._shell is not None:
             await self._shell.close()
         if self._background:
             await asyncio.wait(self._background)
         if self._control is not None:
             self._control.close()
+        await self._in_thread(self._archive.close)
         self._threads.shutdown()
 
     # -- jobs --------------------------------------------------------------------------------------------------
@@ -108,36 +129,69 @@ class DiffusionService:
         metadata: Mapping[str, str] | None = None,
         queue_timeout: float | None = None,
         run_timeout: float | None = None,
+        idempotency_key: IdempotencyKey | None = None,
     ) -> JobRecord:
-        """Accept a request whose parameters were validated against `schema`.
+        """Accept a request whose parameters were validated against `schema`; it cannot be lost from then on.
 
-        ``params`` name image ``i`` of ``images`` (encoded files) as ``{"blob": i}``. Raises `NotReady` before an
-        instance has said what it accepts and while stopping, and `StorageFull` while finished media could not be kept.
+        ``params`` name image ``i`` of ``images`` (encoded files) as ``{"blob": i}``. A key that stands for a job
+        already gives that job. Raises `KeyReused` when that was another order, `NotReady` before an instance has said
+        what it accepts and while stopping, and `StorageFull` while media or journal could not be kept.
         """
+        self._live_shell()
+        order = Order(
+            output,
+            params,
+            dict(metadata or {}),
+            tuple(images),
+            self._config.queue_timeout if queue_timeout is None else queue_timeout,
+            self._config.run_timeout if run_timeout is None else run_timeout,
+        )
+        if idempotency_key is not None:
+            id = await self._keys.once(idempotency_key, functools.partial(self._accept, order, idempotency_key))
+        elif self._config.state_dir is None:
+            id = await self._accept(order, None)
+        else:
+            # Whoever hangs up meanwhile does not leave a job behind that is written down and not run.
+            id = await asyncio.shield(self._spawn(self._accept(order, None)))
+        return self.get(id)
+
+    async def _accept(self, order: Order, key: IdempotencyKey | None) -> RequestId:
         shell = self._live_shell()
         if self.schema() is None:
             raise NotReady("no instance has registered yet, so it is not known what the model accepts")
         self._media.check_room()
-        _check_blobs(params, len(images))
-        request = self._mint(output)
-        entry = Entry(request, output, params, dict(metadata or {}), _pending(request))
+        order.check_images()
+        accepted = Accepted(
+            request=self._mint(order.output),
+            output=order.output,
+            params=order.params,
+            metadata=order.metadata,
+            images=len(order.images),
+            queue_timeout=order.queue_timeout,
+            run_timeout=order.run_timeout,
+            created_at=time.time(),
+            key="" if key is None else key.name,
+            digest="" if key is None else key.digest,
+        )
+        await self._archive.accept(accepted, order.images)
+        entry = entry_of(accepted)
         self._records.add(entry)
-        if images:
-            shell.blobs[request] = tuple(images)
+        if order.images:
+            shell.blobs[entry.id] = order.images
+        submit = Submit(
+            request=entry.id,
+            params=order.params,
+            queue_timeout=order.queue_timeout,
+            run_timeout=order.run_timeout,
+        )
         try:
-            shell.feed(
-                Submit(
-                    request=request,
-                    params=params,
-                    queue_timeout=self._config.queue_timeout if queue_timeout is None else queue_timeout,
-                    run_timeout=self._config.run_timeout if run_timeout is None else run_timeout,
-                )
-            )
+            shell.feed(submit)
         except BaseException:  # not accepted, so it must not be listed either
             self._records.remove(entry)
-            shell.blobs.pop(request, None)
+            shell.blobs.pop(entry.id, None)
+            await self._archive.forget(entry.id)
             raise
-        return self._record(entry)
+        return entry.id
 
     def get(self, id: RequestId) -> JobRecord:
         """The job as it is now; raises `NotFound`."""
@@ -164,7 +218,7 @@ class DiffusionService:
         entry = self._records.get(id)
         while not entry.ended:
             self._live_shell()
-            await _turn(entry.waiters)
+            await turn(entry.waiters)
         return entry.record()
 
     def watch(self, id: RequestId) -> AsyncIterator[JobRecord]:
@@ -177,7 +231,7 @@ class DiffusionService:
         while True:
             while entry.view is shown:
                 self._live_shell()
-                await _turn(entry.watchers)
+                await turn(entry.watchers)
             shown = entry.view
             yield self._record(entry)
             if shown.state in TERMINAL:
@@ -188,6 +242,7 @@ class DiffusionService:
         entry = self._records.get(id)
         if not entry.ended:
             self._live_shell().feed(CancelRequest(request=id))
+            await self._archive.settle()
         return self._record(entry)
 
     async def delete(self, id: RequestId) -> JobRecord:
@@ -196,7 +251,7 @@ class DiffusionService:
         entry = self._records.get(id)
         record = self._record(entry)
         self._records.remove(entry)
-        await self._in_thread(self._media.remove, entry.files)
+        await self._erase(entry)
         return record
 
     # -- the server itself -------------------------------------------------------------------------------------
@@ -250,6 +305,14 @@ class DiffusionService:
             self._metrics.stage(timings[entry.timings_seen])
             entry.timings_seen += 1
         self._records.update(entry, view)
+        if entry.completed_at is not None:
+            self._archive.note(Finish(view=view, started_at=entry.started_at, completed_at=entry.completed_at))
+            if entry.images:
+                self._spawn(self._archive.drop_images(entry.id))
+
+    def noted(self, entry: LeaseGranted | StageDone) -> None:
+        """What a next life of the server needs to know of a live job."""
+        self._archive.note(entry)
 
     def counted(self, count: Count) -> None:
         """The router found something worth counting."""
@@ -264,6 +327,12 @@ class DiffusionService:
             await self._in_thread(self._media.remove, stored)
         else:
             entry.files = stored
+            notes = tuple(note_of(file) for file in stored)
+            self._archive.note(Stored(request=request, files=notes, stored_at=time.time()))
+            await self._archive.settle()  # the decoder forgets its copy after this
+            if entry.ended and entry.files:
+                entry.files = ()
+                await self._in_thread(self._media.remove, stored)
 
     def ticked(self) -> None:
         """About once a second: look up host names, count the frames that were dropped, and forget what expired."""
@@ -293,20 +362,55 @@ class DiffusionService:
         finally:
             self._resolving = False
 
-    def _forget_media(self, entry: Entry) -> None:
-        if entry.files:
-            self._spawn(self._remove_media(entry.files))
+    def _revive(self, job: Remembered, shell: Shell) -> None:
+        """Take up a job of an earlier life where that left it."""
+        accepted = job.history.accepted
+        entry = revive(job, self._media)
+        self._mint.after(entry.id)
+        if job.history.deleting:
+            self._forget(entry)
+            return
+        if entry.key:
+            self._keys.remember(entry.key, accepted.digest, entry.id)
+        if entry.ended and entry.view.state is not JobState.DONE and entry.files:
+            self._spawn(self._discard(entry.files))
+            entry.files = ()
+        self._records.add(entry)
+        if job.history.live and not entry.ended:
+            if job.images:
+                shell.blobs[entry.id] = job.images
+            shell.feed(job.history.restore())
+        elif job.history.finish is None and entry.completed_at is not None:
+            self._archive.note(Finish(view=entry.view, started_at=entry.started_at, completed_at=entry.completed_at))
 
-    async def _remove_media(self, files: Sequence[StoredFile]) -> None:
+    def _forget(self, entry: Entry) -> None:
+        self._spawn(self._erase_quietly(entry))
+
+    async def _erase_quietly(self, entry: Entry) -> None:
+        try:
+            await self._erase(entry)
+        except StorageFailed as error:
+            log.error("a job that was dropped for room stays behind: %s", error)
+
+    async def _erase(self, entry: Entry) -> None:
+        """Delete everything of a job. What a killed server did not finish is finished by the next one."""
+        self._keys.forget(entry.key)
+        self._archive.note(Deleting(request=entry.id))
+        await self._archive.settle()
+        await self._in_thread(self._media.remove, entry.files)
+        await self._archive.forget(entry.id)
+
+    async def _discard(self, files: Sequence[StoredFile]) -> None:
         try:
             await self._in_thread(self._media.remove, files)
         except StorageFailed as error:
-            log.error("media of a job that was dropped for room stays behind: %s", error)
+            log.error("media of a cancelled job stays behind: %s", error)
 
-    def _spawn(self, work: Coroutine[Any, Any, None]) -> None:
+    def _spawn(self, work: Coroutine[Any, Any, T]) -> asyncio.Task[T]:
         task = asyncio.get_running_loop().create_task(work)
         self._background.add(task)
         task.add_done_callback(self._background.discard)
+        return task
 
     def _in_thread(self, call: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> asyncio.Future[T]:
         return asyncio.get_running_loop().run_in_executor(self._threads, functools.partial(call, *args, **kwargs))
@@ -330,37 +434,3 @@ class DiffusionService:
             slots_free={r: sum(i.free_slots for i in instances if r in i.roles) for r in ROLES},
             up={instance: instance in live for instance in (*self._known, *live)},
         )
-
-
-def _pending(request: RequestId) -> JobView:
-    return JobView(
-        request=request,
-        state=JobState.PENDING,
-        attempt=1,
-        step=0,
-        steps=0,
-        position=None,
-        waiting_seconds=0.0,
-        running_seconds=0.0,
-        error=None,
-        timings=(),
-    )
-
-
-def _check_blobs(params: Mapping[str, Any], images: int) -> None:
-    for name, value in params.items():
-        for item in cast("list[Any]", value) if isinstance(value, list) else (value,):
-            if isinstance(item, dict) and not 0 <= cast("dict[str, Any]", item).get("blob", -1) < images:
-                raise BadRequest(name, f"{name}={item!r}: must name one of {images} images")
-
-
-async def _turn(waiting: list[asyncio.Future[None]]) -> None:
-    """Wait until woken; leaves nothing behind when cancelled."""
-    future: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-    waiting.append(future)
-    try:
-        await future
-    except asyncio.CancelledError:
-        if future in waiting:
-            waiting.remove(future)
-        raise

@@ -13,11 +13,13 @@ from triptych.core.events import (
     Disconnect,
     FilesStored,
     JobView,
+    LeaseGranted,
     Received,
     RouterAction,
     RouterEvent,
     SendMember,
     SendWork,
+    StageDone,
     StoreFailed,
     StoreFiles,
     Tick,
@@ -40,6 +42,10 @@ class ShellOwner(Protocol):
 
     def updated(self, view: JobView) -> None:
         """A request changed."""
+        ...
+
+    def noted(self, entry: LeaseGranted | StageDone) -> None:
+        """Something is to be remembered beyond this life of the server."""
         ...
 
     def counted(self, count: Count) -> None:
@@ -157,6 +163,8 @@ class Shell:
                     self._control.send_member(action.instance, action.message)
                 case StoreFiles():
                     self._store(action)
+                case LeaseGranted() | StageDone():
+                    self._owner.noted(action)
                 case Count():
                     self._owner.counted(action)
                 case Disconnect():

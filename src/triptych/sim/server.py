@@ -63,6 +63,7 @@ class SimServer:
             request=event.request,
             output="video",
             params=event.params,
+            metadata={},
             queue_timeout=event.queue_timeout,
             run_timeout=event.run_timeout,
             created_at=self._world.now,

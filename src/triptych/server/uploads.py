@@ -1,0 +1,80 @@
+"""Uploaded images of live jobs, one file for each job beside the journal."""
+
+from __future__ import annotations
+
+import errno
+import os
+from collections.abc import Container, Sequence
+from pathlib import Path
+
+import msgspec
+
+from triptych.errors import StorageFailed, StorageFull
+from triptych.ids import RequestId
+
+_SUFFIX = ".images"
+_decoder = msgspec.msgpack.Decoder(tuple[bytes, ...])
+
+NO_ROOM = (errno.ENOSPC, errno.EDQUOT)
+"""How the operating system says that a disk or a quota is full."""
+
+
+class Uploads:
+    """Blocking. A file is there as a whole or not at all, after a power cut too."""
+
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder
+
+    def open(self) -> None:
+        """Make the folder. Raises `StorageFailed`."""
+        try:
+            self._folder.mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            raise StorageFailed(f"the state folder {self._folder} cannot be used: {error}") from error
+
+    def save(self, request: RequestId, images: Sequence[bytes]) -> None:
+        """Keep the images of a job; on the disk on return. Raises `StorageFull` or `StorageFailed`."""
+        path = self._path(request)
+        part = path.with_suffix(".part")
+        try:
+            with part.open("wb") as target:
+                target.write(msgspec.msgpack.encode(tuple(images)))
+                target.flush()
+                os.fsync(target.fileno())
+            part.replace(path)
+            sync_folder(self._folder)
+        except OSError as error:
+            part.unlink(missing_ok=True)
+            if error.errno in NO_ROOM:
+                raise StorageFull(f"no room for uploaded images in {self._folder}; free some space there") from error
+            raise StorageFailed(f"uploaded images cannot be kept in {self._folder}: {error}") from error
+
+    def load(self, request: RequestId) -> tuple[bytes, ...]:
+        """The images of a job. Raises `StorageFailed` when they are gone or damaged."""
+        path = self._path(request)
+        try:
+            return _decoder.decode(path.read_bytes())
+        except (OSError, msgspec.MsgspecError) as error:
+            raise StorageFailed(f"the uploaded images in {path} cannot be read: {error}") from error
+
+    def remove(self, request: RequestId) -> None:
+        """Delete the images of a job if there are any."""
+        self._path(request).unlink(missing_ok=True)
+
+    def sweep(self, keep: Container[RequestId]) -> None:
+        """Delete what belongs to no job of ``keep``: a killed server may leave some behind."""
+        for path in self._folder.iterdir():
+            if path.suffix == ".part" or (path.suffix == _SUFFIX and RequestId(path.stem) not in keep):
+                path.unlink(missing_ok=True)
+
+    def _path(self, request: RequestId) -> Path:
+        return self._folder / f"{request}{_SUFFIX}"
+
+
+def sync_folder(folder: Path) -> None:
+    """Have the names in a folder on the disk."""
+    descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)

@@ -1,0 +1,170 @@
+"""A real server process, killed without warning: what it accepted goes on in the next one."""
+
+from __future__ import annotations
+
+import time
+from collections import Counter
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+
+from tests.e2e.harness import Api, Process, until
+from tests.server.house import Puppet
+from triptych.ids import ROLES, Role
+from triptych.launch.ports import free_ports
+
+ENCODER, DENOISER, DECODER = ROLES
+
+
+class Town:
+    """A server process that can be killed and started again, and puppets in this process that outlive it."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self.port, self.frontend, *_ = free_ports(5)
+        self.api = Api(f"http://127.0.0.1:{self.port}")
+        self.puppets: list[Puppet] = []
+        self.server = self.start()
+
+    def start(self) -> Process:
+        """Start the server on the same state and ports."""
+        self.server = Process(
+            "server",
+            ["serve", "--disagg-role", "server", "--port", str(self.port), "--scheduler-port", str(self.frontend),
+             "--output-dir", str(self.folder / "outputs"), "--state-dir", str(self.folder / "state")],
+            self.folder,
+        )  # fmt: skip
+        return self.server
+
+    def add(self, *roles: Role, slots: int = 2, hold: bool = False) -> Puppet:
+        (port,) = free_ports(1)
+        puppet = Puppet(server_port=self.frontend, port=port, roles=roles, slots=slots, media=b"film")
+        puppet.hold = frozenset(roles if hold else ())
+        self.puppets.append(puppet)
+        return puppet
+
+    def wait_ready(self) -> None:
+        def ready() -> bool:
+            assert self.server.status is None, self.server.output()[-3000:]
+            return self.api.ready() and len(self.api.info()["instances"]) == len(self.puppets)
+
+        until(ready, "the server being ready with all instances", 30)
+
+    def submit(self, prompt: str, key: str | None = None) -> httpx.Response:
+        headers = {} if key is None else {"Idempotency-Key": key}
+        return httpx.post(f"{self.api.url}/v1/videos", json={"prompt": prompt}, headers=headers, trust_env=False)
+
+    def state(self, job: str) -> str:
+        return self.api.job(job)["stage"]
+
+    def reach(self, job: str, state: str) -> None:
+        until(lambda: self.state(job) == state, f"{job} {state}", 30)
+
+    def done(self, job: str) -> dict[str, Any]:
+        return self.api.done(job, 30)
+
+    def executions(self) -> Counter[tuple[str, str]]:
+        """How often each stage of each job was begun, anywhere."""
+        return Counter((lease.request, lease.role.value) for p in self.puppets for lease, _, _ in tuple(p.seen))
+
+
+@pytest.fixture
+def town(tmp_path: Path) -> Iterator[Town]:
+    town = Town(tmp_path)
+    yield town
+    for puppet in town.puppets:
+        puppet.crash()
+    town.api.close()
+    town.server.kill()
+
+
+def test_every_accepted_job_survives_the_kill_and_running_stages_are_not_repeated(town: Town) -> None:
+    town.add(ENCODER)
+    denoiser = town.add(DENOISER, slots=2)
+    town.add(DECODER)
+    town.wait_ready()
+    finished = town.submit("finished", key="first").json()["id"]
+    town.done(finished)
+    denoiser.hold = frozenset({DENOISER})
+    running = [town.submit(f"running {i}", key=f"running {i}").json()["id"] for i in range(2)]
+    for job in running:
+        town.reach(job, "denoising_running")
+    waiting = [town.submit(f"waiting {i}").json()["id"] for i in range(5)]
+    for job in waiting:
+        town.reach(job, "denoising_waiting")
+    time.sleep(0.1)  # not for readiness: what changed hands in the very last moments may be repeated by design
+
+    town.server.kill()
+    with pytest.raises(httpx.TransportError):
+        town.api.job(finished)
+    town.start()
+    town.wait_ready()
+
+    assert town.api.job(finished)["status"] == "completed"
+    assert town.api.content(finished) == b"film"
+    for job in running:
+        town.reach(job, "denoising_running")
+    again = town.submit("running 0", key="running 0")
+    assert (again.status_code, again.json()["id"]) == (200, running[0])
+    other = town.submit("something else", key="first")
+    assert (other.status_code, other.json()["error"]["code"]) == (409, "idempotency_key_reused")
+    assert [lease.request for lease in denoiser.held] == running
+    denoiser.let_go()
+    for job in (*running, *waiting):
+        assert town.done(job)["status"] == "completed"
+        assert town.api.content(job) == b"film"
+    jobs = [finished, *running, *waiting]
+    assert town.executions() == {(job, role.value): 1 for job in jobs for role in ROLES}
+    begun = [lease.request for lease, _, _ in denoiser.seen]
+    assert begun == jobs, "waiting jobs are taken up in the order of their acceptance"
+
+
+def test_stages_that_end_while_the_server_is_down_count(town: Town) -> None:
+    puppets = {role: town.add(role, hold=True) for role in ROLES}
+    town.wait_ready()
+    jobs: dict[Role, str] = {}
+    for last in reversed(ROLES):  # one job is held in each stage
+        job = jobs[last] = town.submit(f"until {last}").json()["id"]
+        for role in ROLES[: ROLES.index(last)]:
+            until(lambda role=role: puppets[role].held, f"{job} in the {role}", 30)
+            puppets[role].let_go()
+            puppets[role].hold = frozenset({role})
+        until(lambda last=last: puppets[last].held, f"{job} in the {last}", 30)
+        puppets[last].held, kept = [], puppets[last].held
+        jobs[last] = job
+        puppets[last].kept = kept  # type: ignore[attr-defined]
+    for role, job in jobs.items():
+        town.reach(job, f"{'denoising' if role is DENOISER else role.value}_running")
+    time.sleep(0.1)  # as above
+    town.server.kill()
+    for puppet in puppets.values():
+        puppet.held = puppet.kept  # type: ignore[attr-defined]
+        puppet.let_go()
+    town.start()
+    town.wait_ready()
+    for job in jobs.values():
+        town.done(job)
+        assert town.api.content(job) == b"film"
+    assert set(town.executions().values()) == {1}
+    assert len(town.executions()) == 9
+
+
+def test_a_job_whose_instance_does_not_come_back_is_given_to_another(town: Town) -> None:
+    town.add(ENCODER, DECODER)
+    gone = town.add(DENOISER, hold=True)
+    town.wait_ready()
+    job = town.submit("a tree").json()["id"]
+    town.reach(job, "denoising_running")
+    town.server.kill()
+    gone.crash()
+    town.puppets.remove(gone)
+    town.add(DENOISER)
+    town.start()
+    town.wait_ready()
+    video = town.done(job)
+    assert [timing["role"] for timing in video["timings"]] == list(ROLES)
+    assert video["timings"][1]["instance"] != gone.instance
+    assert town.executions()[job, "encoder"] == 1, "the encoder's output was still there"
