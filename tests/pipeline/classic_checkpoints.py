@@ -19,6 +19,7 @@ from diffusers import (
     CogVideoXPipeline,
     CogVideoXTransformer3DModel,
     DPMSolverMultistepScheduler,
+    EulerAncestralDiscreteScheduler,
     EulerDiscreteScheduler,
     FlowMatchEulerDiscreteScheduler,
     GlmImagePipeline,
@@ -31,13 +32,16 @@ from diffusers import (
     PixArtTransformer2DModel,
     SanaPipeline,
     SanaTransformer2DModel,
+    StableDiffusionPipeline,
     StableDiffusionXLPipeline,
     StableVideoDiffusionPipeline,
     UNet2DConditionModel,
     UNetSpatioTemporalConditionModel,
 )
+from diffusers.pipelines.stable_diffusion.safety_checker import StableDiffusionSafetyChecker
 from transformers import (
     ByT5Tokenizer,
+    CLIPConfig,
     CLIPImageProcessorPil,
     CLIPTextConfig,
     CLIPTextModel,
@@ -252,6 +256,36 @@ def sd_vae(**changes: Any) -> AutoencoderKL:
     return image_vae(**(config | changes))
 
 
+def stable_diffusion(folder: Path) -> None:
+    """Stable Diffusion 1.5 text-to-image, with the model that looks at the decoded pixels."""
+    tokenizer = clip_tokenizer()
+    looks = CLIPConfig(
+        text_config={"hidden_size": 8, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 8},
+        vision_config={
+            "hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4, "image_size": 32, "patch_size": 16,
+            "intermediate_size": 37, "projection_dim": 16,
+        },
+        projection_dim=16,
+    )  # fmt: skip
+    StableDiffusionPipeline(
+        unet=seeded(
+            UNet2DConditionModel,
+            block_out_channels=(8, 16), layers_per_block=1, sample_size=8, in_channels=4, out_channels=4,
+            down_block_types=("DownBlock2D", "CrossAttnDownBlock2D"),
+            up_block_types=("CrossAttnUpBlock2D", "UpBlock2D"), cross_attention_dim=32,
+            norm_num_groups=4, attention_head_dim=4,
+        ),
+        scheduler=EulerAncestralDiscreteScheduler(
+            beta_start=0.00085, beta_end=0.012, beta_schedule="scaled_linear", steps_offset=1,
+        ),
+        vae=sd_vae(),
+        text_encoder=seeded(CLIPTextModel, clip_text_config(tokenizer)),
+        tokenizer=tokenizer,
+        safety_checker=seeded(StableDiffusionSafetyChecker, looks),
+        feature_extractor=CLIPImageProcessorPil(crop_size=32, size={"shortest_edge": 32}),
+    ).save_pretrained(folder)  # fmt: skip
+
+
 def pixart_sigma(folder: Path) -> None:
     """PixArt-Sigma text-to-image: sizes binned by aspect ratio, learned variance dropped."""
     tokenizer = t5_tokenizer()
@@ -352,6 +386,7 @@ CLASSIC_BUILDERS: dict[str, Callable[[Path], None]] = {
     "hunyuan_video": hunyuan_video,
     "mochi": mochi,
     "sdxl": sdxl,
+    "stable_diffusion": stable_diffusion,
     "pixart_sigma": pixart_sigma,
     "sana": sana,
     "glm_image": glm_image,

@@ -21,7 +21,7 @@ Inbox = dict[Role, list[tuple[bytes, list[torch.Tensor]]]]
 ROLE_WEIGHTS = {
     Role.ENCODER: ("text_encoder", "text_encoder_2", "image_encoder", "vision_language_encoder"),
     Role.DENOISER: ("transformer", "transformer_2", "unet"),
-    Role.DECODER: ("vae",),
+    Role.DECODER: ("vae", "safety_checker"),
 }
 
 

@@ -24,7 +24,7 @@ from triptych.errors import ModelError, StageError
 from triptych.ids import ROLES, Role
 from triptych.pipeline.codec import decode_state
 from triptych.pipeline.load import load_pipeline
-from triptych.pipeline.stage import StageRun
+from triptych.pipeline.stage import StageResult, StageRun
 
 from .harness import Inbox, Trio, finish, frames_of
 
@@ -46,6 +46,7 @@ REQUESTS: dict[str, dict[str, Any]] = {
     "hunyuan_video": VIDEO | {"num_frames": 5, "guidance_scale": 4.0},
     "mochi": VIDEO | {"negative_prompt": "bad dog", "num_frames": 7, "guidance_scale": 4.5},
     "sdxl": IMAGE | {"guidance_scale": 5.0},
+    "stable_diffusion": IMAGE | {"guidance_scale": 7.5},
     "pixart_sigma": IMAGE | {"guidance_scale": 4.5, "max_sequence_length": 16},
     "sana": IMAGE | {"guidance_scale": 4.5, "max_sequence_length": 16, "num_inference_steps": 2},
     "glm_image": {"prompt": 'a sign "cat"', "height": 32, "width": 32, "num_inference_steps": 2,
@@ -236,8 +237,12 @@ def test_a_missing_input_is_named(trios: Callable[[str], Trio]) -> None:
 
 
 def denoised(run: StageRun) -> torch.Tensor:
-    """The latents that a denoiser hands to the decoder."""
-    (output,) = finish(run).outputs
+    return latents_of(finish(run))
+
+
+def latents_of(result: StageResult) -> torch.Tensor:
+    """What a denoiser hands to the decoder."""
+    (output,) = result.outputs
     entries, _ = decode_state(output.tree, output.tensors, torch.device("cpu"))
     _, (first, *_) = entries["decode"][0]
     return first[1]
@@ -289,21 +294,7 @@ def test_interleaved_runs_are_bit_identical_to_lone_ones(
             if i not in done and (result := run.advance()) is not None:
                 done[i] = result
     for i, expected in enumerate(alone):
-        assert torch.equal(denoised(Finished(done[i])), expected)
-
-
-class Finished:
-    """A run that has ended already, for `denoised`."""
-
-    step = steps = 0
-
-    def __init__(self, result: Any) -> None:
-        self.result = result
-
-    def advance(self) -> Any:
-        return self.result
-
-    def cancel(self) -> None: ...
+        assert torch.equal(latents_of(done[i]), expected)
 
 
 def test_other_stages_between_two_steps_change_nothing(

@@ -125,7 +125,7 @@ class _Reading:
     def refusal(self) -> str | None:
         """Why the class cannot be split; None when it can."""
         if self.call is None or not self.loops:
-            return "its __call__ has no step loop of its own that steps a scheduler"
+            return "its __call__ has no loop of its own that steps a scheduler of the pipeline"
         return self._loop_refusal() or self._decode_refusal() or self._input_refusal()
 
     def _loop_refusal(self) -> str | None:
@@ -140,7 +140,10 @@ class _Reading:
         if len(self.loops) > 1:
             return f"it has {len(self.loops)} step loops"
         assert self.call is not None
-        if "attn_processor" in ast.unparse(self.call):
+        source = ast.unparse(self.call)
+        if "check_text_safety" in source:
+            return "its guardrail judges prompts and pixels, in one component"
+        if "attn_processor" in source:
             return "it changes its denoiser's attention processors during a request, which other requests share"
         return None
 

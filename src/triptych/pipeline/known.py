@@ -11,9 +11,7 @@ from typing import Any
 
 from triptych.pipeline.families import MODULAR_NAMES
 
-REPLAYED = frozenset(
-    {"StableDiffusionXLPipeline", "StableDiffusionXLImg2ImgPipeline", "StableDiffusionXLControlNetPipeline"}
-)
+REPLAYED = frozenset({"StableDiffusionXLPipeline"})
 """Classes that have modular blocks which are not three parts: their encoder touches the U-Net."""
 
 
@@ -32,9 +30,10 @@ def modular_name(classic: str) -> str | None:
 
 @functools.cache
 def _automatic_names() -> dict[str, str]:
-    """Class to family, as Diffusers' automatic pipelines list them.
+    """Class to family, for the class that Diffusers' automatic pipelines list first for a family.
 
-    Importing these lists would import every pipeline: seconds, and warnings of other libraries. Their source says it.
+    The others of a family start from an image, a mask or a video, which the blocks would leave out unasked. Importing
+    these lists would import every pipeline: seconds, and warnings of other libraries. Their source says it.
     """
     spec = importlib.util.find_spec("diffusers.pipelines.auto_pipeline")
     assert spec is not None
@@ -43,7 +42,7 @@ def _automatic_names() -> dict[str, str]:
     for node in ast.walk(ast.parse(Path(spec.origin).read_text())):
         match node:
             case ast.Tuple(elts=[ast.Constant(value=str(name)), ast.Name(id=classic)]):
-                found.setdefault(classic, name)
+                found.setdefault(name, classic)
             case _:
                 continue
-    return found
+    return {classic: name for name, classic in found.items()}

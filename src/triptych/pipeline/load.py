@@ -42,7 +42,7 @@ def load_pipeline(model: ModelConfig, roles: tuple[Role, ...], device: str) -> M
     present = index_components(index)
     _check_overrides(model.components, present)
     if modular_counterpart(index["_class_name"]) is None:
-        return load_replay(model, index, roles, device)
+        return load_replay(model, index, roles, device, _accelerate)
     dtype: torch.dtype = getattr(torch, model.effective_dtype)
     whole = _whole_pipeline(folder, index)
     parts = cut(type(whole).__name__, whole.blocks)

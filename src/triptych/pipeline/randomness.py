@@ -11,6 +11,9 @@ from contextlib import contextmanager
 
 import torch
 
+_APART = 0x9E3779B97F4A7C15
+"""Keeps the global generators from drawing the same numbers as the request's own."""
+
 States = list[torch.Tensor | None]
 
 
@@ -21,7 +24,7 @@ class Randomness:
         self.generator = torch.Generator("cpu").manual_seed(seed)
         self._device = device if device.type == "cuda" else None
         self._own: list[torch.Tensor] = [
-            torch.Generator(where).manual_seed(seed).get_state()
+            torch.Generator(where).manual_seed((seed + _APART) % 2**63).get_state()
             for where in (torch.device("cpu"), self._device)
             if where is not None
         ]

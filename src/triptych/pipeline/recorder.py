@@ -55,6 +55,7 @@ class RoleRun:
         anatomy: Anatomy,
         classes: OutputClasses,
         call: Mapping[str, Any],
+        guidance: Mapping[str, Any],
         randomness: Randomness,
         tape: Tape,
     ) -> None:
@@ -65,6 +66,7 @@ class RoleRun:
         self._anatomy = anatomy
         self._classes = classes
         self._call = call
+        self._guidance = guidance
         self._randomness = randomness
         self._recorded: list[tuple[str, Any, States]] = []
         self._answered = 0
@@ -97,6 +99,8 @@ class RoleRun:
                 view.__dict__[name] = self._component(name, component)
             elif hasattr(component, "set_timesteps"):
                 view.__dict__[name] = self._scheduler(copy.deepcopy(component))
+            elif hasattr(component, "prepare_models"):
+                view.__dict__[name] = component.new(**self._guidance)
         if self._anatomy.decoder is None and self._role is not Role.ENCODER:
             method = self._anatomy.decode
             replaced(view, view, method, self._decode(getattr(view, method)))

@@ -18,7 +18,7 @@ from triptych.pipeline.decode import to_clips
 from triptych.pipeline.guard import guarded
 from triptych.pipeline.randomness import Randomness
 from triptych.pipeline.recorder import RoleRun, Tape
-from triptych.pipeline.replay_schema import call_arguments
+from triptych.pipeline.replay_schema import call_arguments, guider_changes
 from triptych.pipeline.request import complete
 from triptych.pipeline.stage import StageOutput, StageResult, StageRun
 from triptych.wire.schema import RequestSchema
@@ -84,7 +84,15 @@ class ReplayRolePipeline:
             received = {} if role is Role.ENCODER else self._received(role, inputs)
             return _ReplayStage(self, role, complete_params, images, received)
 
-    def run(self, role: Role, call: Mapping[str, Any], randomness: Randomness, tape: Tape) -> RoleRun:
+    def run(
+        self,
+        role: Role,
+        *,
+        call: Mapping[str, Any],
+        guidance: Mapping[str, Any],
+        randomness: Randomness,
+        tape: Tape,
+    ) -> RoleRun:
         """A run of ``role`` that is ready to compute."""
         return RoleRun(
             role=role,
@@ -92,6 +100,7 @@ class ReplayRolePipeline:
             anatomy=self.model.anatomy,
             classes=self.model.classes,
             call=call,
+            guidance=guidance,
             randomness=randomness,
             tape=tape,
         )
@@ -148,7 +157,13 @@ class _ReplayStage:
             decode=received.get("decode"),
         )
         self._randomness = Randomness(self._seed, owner.model.device)
-        self._run = owner.run(role, self._call, self._randomness, tape)
+        self._run = owner.run(
+            role,
+            call=self._call,
+            guidance=guider_changes(owner.model.anatomy, params),
+            randomness=self._randomness,
+            tape=tape,
+        )
         self._greenlet: greenlet | None = greenlet(self._run.compute)
 
     @property

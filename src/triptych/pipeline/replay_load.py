@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -23,8 +23,13 @@ from triptych.pipeline.source import index_components, resolve_source
 from triptych.pipeline.standin import component_class, without_weights
 from triptych.pipeline.weights import load_component
 
+Accelerate = Callable[[ModelConfig, Mapping[str, Any], torch.device, torch.dtype], tuple[str, ...]]
+"""Makes loaded components faster in place, and says how for the fingerprint."""
 
-def load_replay(model: ModelConfig, index: dict[str, Any], roles: tuple[Role, ...], device: str) -> ReplayRolePipeline:
+
+def load_replay(
+    model: ModelConfig, index: dict[str, Any], roles: tuple[Role, ...], device: str, accelerate: Accelerate
+) -> ReplayRolePipeline:
     """The classic pipeline that ``index`` names, with the weights of ``roles`` on ``device``.
 
     Raises `ModelError` for a class that cannot be split, with the reason, or a component that cannot be loaded.
@@ -45,6 +50,7 @@ def load_replay(model: ModelConfig, index: dict[str, Any], roles: tuple[Role, ..
         name: _as_stock(load_component(folder, name, present[name], model.components.get(name), dtype, where))
         for name in sorted(wanted)
     }
+    techniques = accelerate(model, loaded, where, dtype)
     pipelines = {
         role: _built(kind, index, stand_ins | {name: loaded[name] for name in names}, where)
         for role, names in owned.items()
@@ -56,7 +62,7 @@ def load_replay(model: ModelConfig, index: dict[str, Any], roles: tuple[Role, ..
             anatomy=anatomy,
             classes=OutputClasses(classes.values()),
             schema=build_replay_schema(model.path, index, any_role, anatomy, settings),
-            fingerprint=fingerprint(device, dtype, model.components),
+            fingerprint=fingerprint(device, dtype, model.components, techniques),
             device=where,
         ),
         pipelines=pipelines,

@@ -12,7 +12,7 @@ import msgspec
 from triptych.pipeline.anatomy import Anatomy
 from triptych.pipeline.cut import Cut
 from triptych.pipeline.families import Family, Preset
-from triptych.pipeline.request import first_state
+from triptych.pipeline.request import GUIDANCE_OFF, first_state
 from triptych.pipeline.schema import COUNT_INPUTS, Settings, build_schema
 from triptych.wire.schema import HandoffSize, Param, RequestSchema
 
@@ -49,6 +49,14 @@ def call_arguments(anatomy: Anatomy, params: Mapping[str, Any], images: Sequence
         if params.get(name) is not None:
             arguments[own] = params[name]
     return {name: value for name, value in arguments.items() if name in anatomy.parameters}, seed
+
+
+def guider_changes(anatomy: Anatomy, params: Mapping[str, Any]) -> dict[str, Any]:
+    """What to change in a pipeline's guider for one request, where guidance is not an argument of the call."""
+    scale = params.get("guidance_scale")
+    if scale is None or "guidance_scale" in _aliases(anatomy):
+        return {}
+    return {"guidance_scale": float(scale), "enabled": scale != GUIDANCE_OFF}
 
 
 def build_replay_schema(

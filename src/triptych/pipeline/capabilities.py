@@ -1,0 +1,220 @@
+"""Which pipelines can be split, how, and why not: computed from Diffusers' own code, for the CLI and docs/models.md.
+
+``python -m triptych.pipeline.capabilities`` prints the document.
+"""
+
+from __future__ import annotations
+
+import ast
+import importlib
+import importlib.util
+import warnings
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+from triptych.errors import ModelError
+from triptych.ids import ROLES, Role
+from triptych.pipeline.anatomy import anatomy_of
+from triptych.pipeline.cut import Cut, cut
+from triptych.pipeline.known import modular_counterpart
+from triptych.pipeline.replay_load import owned_components, pipeline_class
+from triptych.pipeline.source import index_components, read_index, resolve_source
+from triptych.pipeline.standin import component_class
+
+Split = Literal["modular", "replay"]
+
+TESTED = frozenset(
+    {"CogVideoXImageToVideoPipeline", "CogVideoXPipeline", "FluxPipeline", "GlmImagePipeline", "HunyuanVideoPipeline",
+     "MochiPipeline", "PixArtSigmaPipeline", "QwenImagePipeline", "SanaPipeline", "StableDiffusionPipeline",
+     "StableDiffusionXLPipeline", "StableVideoDiffusionPipeline", "WanImageToVideoPipeline", "WanPipeline",
+     "ZImagePipeline"}
+)  # fmt: skip
+"""Classes of which the tests hold a split model equal to the whole one."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Capability:
+    """What can be done with one pipeline class."""
+
+    pipeline: str
+    """The class that a model folder's index names, e.g. ``WanPipeline``."""
+    split: Split | None
+    """How it is split; None when it is refused."""
+    task: str = ""
+    """E.g. ``text-to-video``; empty when refused."""
+    blocks: str = ""
+    """The modular pipeline class whose blocks are cut; empty for replay."""
+    reason: str = ""
+    """Why it is refused."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Part:
+    """One piece of a model and the role that runs it."""
+
+    role: Role
+    block: str
+    """Name of a modular block; of a replayed pipeline, what the role does of the call."""
+    components: tuple[str, ...]
+    """Components of the model that it uses."""
+
+
+def capabilities() -> tuple[Capability, ...]:
+    """One row a pipeline class that needs no libraries besides ours, by name."""
+    with warnings.catch_warnings():
+        # Importing every pipeline brings up what Diffusers' oldest ones provoke in NumPy and torch.
+        warnings.simplefilter("ignore")
+        return tuple(capability_of(name) for name in sorted(_class_names()))
+
+
+def capability_of(pipeline: str) -> Capability:
+    """What can be done with the class of that name."""
+    counterpart = modular_counterpart(pipeline)
+    try:
+        if counterpart is not None:
+            blocks, parts = _cut({"_class_name": pipeline})
+            return Capability(pipeline=pipeline, split="modular", task=_task(parts), blocks=blocks)
+        anatomy = anatomy_of(pipeline_class(pipeline))
+    except ModelError as error:
+        reason = error.message.partition("cannot be split: ")[2] or error.message.partition("cannot be served: ")[2]
+        return Capability(pipeline=pipeline, split=None, reason=reason or error.message)
+    task = f"{'image' if anatomy.takes_image else 'text'}-to-{anatomy.output}"
+    return Capability(pipeline=pipeline, split="replay", task=task)
+
+
+def model_parts(model: str) -> tuple[Part, ...]:
+    """Which role runs what of ``model``: a folder, a Hub id or an embedded name. No weights are read.
+
+    Raises `ModelError` for a model that cannot be split, with the reason.
+    """
+    index = read_index(resolve_source(model))
+    present = index_components(index)
+    if modular_counterpart(index["_class_name"]) is not None:
+        _, parts = _cut(index)
+        return tuple(_block_parts(parts, present))
+    anatomy = anatomy_of(pipeline_class(index["_class_name"]))
+    classes = {name: component_class(name, *entry) for name, entry in present.items()}
+    does = {
+        Role.ENCODER: "up to the first denoiser call",
+        Role.DENOISER: f"the step loop, up to {anatomy.decode}",
+        Role.DECODER: f"from {anatomy.decode} on",
+    }
+    return tuple(
+        Part(role=role, block=does[role], components=tuple(sorted(owned_components(role, anatomy, classes))))
+        for role in ROLES
+    )
+
+
+def table(rows: Iterable[Capability]) -> str:
+    """Rows as text in columns, for a terminal."""
+    lines = [("PIPELINE", "SPLIT", "TASK", "")]
+    lines += [(row.pipeline, row.split or "-", row.task or "-", row.blocks or row.reason) for row in rows]
+    return _columns(lines)
+
+
+def parts_table(parts: Iterable[Part]) -> str:
+    """Parts as text in columns, for a terminal."""
+    lines = [("ROLE", "BLOCK", "COMPONENTS")]
+    lines += [(str(part.role), part.block, ", ".join(part.components) or "-") for part in parts]
+    return _columns(lines)
+
+
+def markdown(rows: Iterable[Capability]) -> str:
+    """The content of docs/models.md."""
+    rows = tuple(rows)
+    by_split = {split: [row for row in rows if row.split == split] for split in ("modular", "replay", None)}
+    return "\n".join(
+        [
+            "# Models",
+            "",
+            "Computed from the installed Diffusers by `python -m triptych.pipeline.capabilities > docs/models.md`;",
+            "a test keeps it fresh. `triptych models` prints the same, `triptych models MODEL` the parts of one model.",
+            "A model folder is served as what its `model_index.json` names under `_class_name`. The tests hold those",
+            "marked with * equal to the whole pipeline: the same bytes on the CPU, from a tiny random model.",
+            "",
+            "## Split at modular blocks",
+            "",
+            "Diffusers has these pipelines in blocks, which are cut at the one named `denoise`.",
+            "",
+            "| pipeline | task | blocks |",
+            "|---|---|---|",
+            *(f"| {_marked(row)} | {row.task} | {row.blocks} |" for row in by_split["modular"]),
+            "",
+            "## Split by record and replay",
+            "",
+            "These run their own `__call__` in each role. The encoder records what text, image and VAE encoders",
+            "answer; the denoiser replays it and stops at the decode; the decoder replays it and decodes. What a class",
+            "does is read off its source; that a class stands here says that it has the shape that this needs.",
+            "",
+            "| pipeline | task |",
+            "|---|---|",
+            *(f"| {_marked(row)} | {row.task} |" for row in by_split["replay"]),
+            "",
+            "## Refused",
+            "",
+            "Loading one of these fails before any weight is read, and gives the reason.",
+            "",
+            "| pipeline | reason |",
+            "|---|---|",
+            *(f"| {row.pipeline} | {row.reason} |" for row in by_split[None]),
+            "",
+        ]
+    )
+
+
+def _marked(row: Capability) -> str:
+    return f"{row.pipeline} *" if row.pipeline in TESTED else row.pipeline
+
+
+def _cut(index: dict[str, Any]) -> tuple[str, Cut]:
+    """The modular class for a model index, and its blocks cut into roles."""
+    import diffusers
+
+    counterpart = modular_counterpart(index["_class_name"])
+    assert counterpart is not None
+    name = counterpart(index)
+    blocks: Any = getattr(diffusers, getattr(diffusers, name).default_blocks_name)
+    return name, cut(name, blocks())
+
+
+def _task(parts: Cut) -> str:
+    return f"{'image' if 'image' in parts.given else 'text'}-to-{'video' if 'videos' in parts.outputs else 'image'}"
+
+
+def _block_parts(parts: Cut, present: dict[str, tuple[str, str]]) -> Iterator[Part]:
+    for role in ROLES:
+        for name, block in parts.executed[role].sub_blocks.items():
+            used = tuple(spec.name for spec in block.expected_components if spec.name in present)
+            yield Part(role=role, block=name, components=used)
+
+
+_BASES = ("DiffusionPipeline", "ModularPipeline")
+
+
+def _class_names() -> Iterator[str]:
+    """Pipeline classes for which torch and Transformers suffice, as Diffusers itself lists them, without those that it
+    has retired."""
+    import diffusers
+
+    for module in ("dummy_pt_objects", "dummy_torch_and_transformers_objects"):
+        spec = importlib.util.find_spec(f"diffusers.utils.{module}")
+        assert spec is not None
+        assert spec.origin is not None
+        for node in ast.parse(Path(spec.origin).read_text()).body:
+            if isinstance(node, ast.ClassDef) and node.name.endswith("Pipeline") and node.name not in _BASES:
+                kind = getattr(diffusers, node.name)
+                if kind.__module__.startswith("diffusers.pipelines.") and ".deprecated." not in kind.__module__:
+                    yield node.name
+
+
+def _columns(lines: list[tuple[str, ...]]) -> str:
+    widths = [max(len(line[i]) for line in lines) for i in range(len(lines[0]))]
+    return "\n".join(
+        "  ".join(cell.ljust(width) for cell, width in zip(line, widths, strict=True)).rstrip() for line in lines
+    )
+
+
+if __name__ == "__main__":
+    print(markdown(capabilities()), end="")

@@ -1,0 +1,112 @@
+"""The table of what can be split: what it says, and that the document says the same."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from triptych.errors import ModelError
+from triptych.ids import Role
+from triptych.pipeline.capabilities import (
+    TESTED,
+    Capability,
+    capabilities,
+    capability_of,
+    markdown,
+    model_parts,
+    parts_table,
+    table,
+)
+
+from .checkpoints import BUILDERS
+from .classic_checkpoints import CLASSIC_BUILDERS
+
+pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning:diffusers")
+"""Schedulers of Diffusers use NumPy in ways that it warns of."""
+
+DOCUMENT = Path(__file__).parents[2] / "docs" / "models.md"
+
+
+@pytest.mark.slow
+def test_the_document_is_fresh() -> None:
+    """Otherwise: python -m triptych.pipeline.capabilities > docs/models.md"""
+    assert DOCUMENT.read_text() == markdown(capabilities())
+
+
+@pytest.mark.parametrize(
+    ("pipeline", "split", "task", "blocks"),
+    [
+        ("WanPipeline", "modular", "text-to-video", "WanModularPipeline"),
+        ("WanImageToVideoPipeline", "modular", "image-to-video", "WanImage2VideoModularPipeline"),
+        ("QwenImageEditPipeline", "modular", "image-to-image", "QwenImageEditModularPipeline"),
+        ("CogVideoXPipeline", "replay", "text-to-video", ""),
+        ("StableVideoDiffusionPipeline", "replay", "image-to-video", ""),
+        ("StableDiffusionXLPipeline", "replay", "text-to-image", ""),
+        # Its family's blocks would leave the image out without a word.
+        ("FluxImg2ImgPipeline", "replay", "image-to-image", ""),
+    ],
+)
+def test_how_a_class_is_split(pipeline: str, split: str, task: str, blocks: str) -> None:
+    assert capability_of(pipeline) == Capability(pipeline=pipeline, split=split, task=task, blocks=blocks)
+
+
+@pytest.mark.parametrize(
+    ("pipeline", "reason"),
+    [
+        ("HunyuanVideoFramepackPipeline", "its step loop calls vae.decode, so denoiser and decoder are not apart"),
+        ("NoSuchPipeline", "Diffusers has no modular pipeline for NoSuchPipeline, nor a classic one"),
+    ],
+)
+def test_a_refused_class_says_why(pipeline: str, reason: str) -> None:
+    found = capability_of(pipeline)
+    assert (found.split, found.reason) == (None, reason)
+    assert reason in table([found])
+
+
+@pytest.fixture(scope="module")
+def built(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
+    def get(family: str) -> Path:
+        folder = tmp_path_factory.mktemp(family) / "model"
+        (BUILDERS | CLASSIC_BUILDERS)[family](folder)
+        for file in folder.rglob("*.safetensors"):
+            file.unlink()
+        return folder
+
+    return get
+
+
+def test_the_classes_marked_as_tested_are_those_that_tests_build(built: Callable[[str], Path]) -> None:
+    classes = {
+        json.loads((built(f) / "model_index.json").read_text())["_class_name"] for f in BUILDERS | CLASSIC_BUILDERS
+    }
+    assert classes == TESTED
+
+
+def test_the_parts_of_a_modular_model(built: Callable[[str], Path]) -> None:
+    parts = {part.block: part for part in model_parts(str(built("wan_t2v")))}
+    assert parts["text_encoder"].role is Role.ENCODER
+    assert {"text_encoder", "tokenizer"} <= set(parts["text_encoder"].components)
+    assert "vae" in parts["decode"].components
+    denoiser = {name for part in parts.values() if part.role is Role.DENOISER for name in part.components}
+    assert denoiser == {"transformer", "scheduler"}
+
+
+def test_the_parts_of_a_replayed_model(built: Callable[[str], Path]) -> None:
+    parts = {part.role: part for part in model_parts(str(built("svd")))}
+    assert parts[Role.ENCODER].components == ("image_encoder", "vae")
+    assert parts[Role.DENOISER].components == ("unet",)
+    assert parts[Role.DECODER].components == ("vae",)
+    shown = parts_table(parts.values()).splitlines()
+    assert shown[0].split() == ["ROLE", "BLOCK", "COMPONENTS"]
+    assert [line.split()[0] for line in shown[1:]] == ["encoder", "denoiser", "decoder"]
+
+
+def test_a_model_that_cannot_be_split_says_why(built: Callable[[str], Path]) -> None:
+    folder = built("hunyuan_video")
+    index = json.loads((folder / "model_index.json").read_text())
+    (folder / "model_index.json").write_text(json.dumps(index | {"_class_name": "HunyuanVideoFramepackPipeline"}))
+    with pytest.raises(ModelError, match="HunyuanVideoFramepackPipeline cannot be split: its step loop"):
+        model_parts(str(folder))

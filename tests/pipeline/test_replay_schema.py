@@ -1,0 +1,153 @@
+"""What requests may say to classic pipelines, read off their signatures and configs."""
+
+from __future__ import annotations
+
+import io
+from typing import Any
+
+import pytest
+import torch
+from PIL import Image
+
+from triptych.errors import BadRequest
+from triptych.pipeline.anatomy import anatomy_of
+from triptych.pipeline.replay_schema import build_replay_schema, call_arguments
+from triptych.pipeline.request import complete
+from triptych.pipeline.schema import Settings
+from triptych.wire.schema import RequestSchema
+
+
+def diffusers_class(name: str) -> type[Any]:
+    import diffusers
+
+    return getattr(diffusers, name)
+
+
+class Facts:
+    """A pipeline reduced to the attributes and component configs that the schema asks for."""
+
+    def __init__(self, components: dict[str, dict[str, Any]] | None = None, **attributes: Any) -> None:
+        from diffusers.configuration_utils import FrozenDict
+
+        self.__dict__.update(attributes)
+        self.components: dict[str, Any] = {}
+        for name, config in (components or {}).items():
+            component = type("Component", (), {})()
+            component.config = FrozenDict(config)
+            setattr(self, name, component)
+            self.components[name] = component
+
+
+def schema_of(name: str, facts: Facts, settings: Settings | None = None) -> RequestSchema:
+    return build_replay_schema(
+        "model", {"_class_name": name}, facts, anatomy_of(diffusers_class(name)), settings or Settings()
+    )
+
+
+SVD = Facts({"unet": {"sample_size": 96, "num_frames": 14, "block_out_channels": (320, 640, 1280, 1280)}},
+            vae_scale_factor=8)  # fmt: skip
+
+
+def test_a_pipeline_without_a_prompt_has_no_prompt() -> None:
+    schema = schema_of("StableVideoDiffusionPipeline", SVD)
+    assert schema.param("prompt") is None
+    assert (schema.task, schema.output, schema.split) == ("image-to-video", "video", "replay")
+    image = schema.param("image")
+    assert image is not None
+    assert image.required
+
+
+def test_defaults_come_from_the_signature_and_from_the_config_where_that_says_none() -> None:
+    schema = schema_of("StableVideoDiffusionPipeline", SVD)
+    found = {param.name: param.default for param in schema.params}
+    assert (found["height"], found["width"], found["num_frames"], found["fps"]) == (576, 1024, 14, 7)
+    assert (found["num_inference_steps"], found["guidance_scale"]) == (25, 3.0)
+
+
+def test_a_models_settings_file_goes_first() -> None:
+    settings = Settings(defaults={"height": 512, "num_inference_steps": 4}, limits={"max_frames": 25})
+    schema = schema_of("StableVideoDiffusionPipeline", SVD, settings)
+    found = {param.name: param for param in schema.params}
+    assert (found["height"].default, found["num_inference_steps"].default, found["num_frames"].maximum) == (512, 4, 25)
+
+
+@pytest.mark.parametrize(
+    ("name", "facts", "multiple"),
+    [
+        ("StableVideoDiffusionPipeline", SVD, 64),
+        (
+            "StableDiffusionXLPipeline",
+            Facts({"unet": {"block_out_channels": (320, 640, 1280)}}, vae_scale_factor=8),
+            32,
+        ),
+        ("GlmImagePipeline", Facts({"transformer": {"patch_size": 2}}, vae_scale_factor=8), 32),
+        ("MochiPipeline", Facts({"transformer": {"patch_size": 2}}, vae_spatial_scale_factor=8), 16),
+        ("SanaPipeline", Facts({"transformer": {"patch_size": 1}}, vae_scale_factor=32), 64),
+    ],
+)
+def test_sides_divide_by_what_the_model_needs(name: str, facts: Facts, multiple: int) -> None:
+    for side in ("height", "width"):
+        param = schema_of(name, facts).param(side)
+        assert param is not None
+        assert param.multiple_of == multiple
+        assert isinstance(param.default, int)
+        assert param.default % multiple == 0
+
+
+def test_frames_follow_the_vaes_compression() -> None:
+    param = schema_of("MochiPipeline", Facts(vae_spatial_scale_factor=8, vae_temporal_scale_factor=6)).param(
+        "num_frames"
+    )
+    assert param is not None
+    assert (param.multiple_of, param.remainder, param.default) == (6, 1, 19)
+
+
+def test_a_count_that_the_pipeline_overrules_is_not_offered() -> None:
+    facts = Facts({"transformer": {"sample_frames": 49}}, vae_scale_factor_spatial=8, vae_scale_factor_temporal=4)
+    assert schema_of("CogVideoXPipeline", facts).param("n") is None
+    assert schema_of("HunyuanVideoPipeline", facts).param("n") is not None
+    frames = schema_of("CogVideoXPipeline", facts).param("num_frames")
+    assert frames is not None
+    assert frames.default == 49
+
+
+def picture() -> bytes:
+    file = io.BytesIO()
+    Image.new("RGB", (100, 60), (200, 30, 30)).save(file, "png")
+    return file.getvalue()
+
+
+def test_parameters_become_arguments_under_the_pipelines_own_names() -> None:
+    anatomy = anatomy_of(diffusers_class("StableVideoDiffusionPipeline"))
+    request = {
+        "image": {"blob": 0},
+        "height": 64,
+        "width": 128,
+        "num_frames": 5,
+        "guidance_scale": 2.5,
+        "fps": 9,
+        "seed": 11,
+    }
+    params = complete(schema_of("StableVideoDiffusionPipeline", SVD), request)
+    arguments, seed = call_arguments(anatomy, params, [picture()])
+    image = arguments.pop("image")
+    assert (image.size, image.mode) == ((128, 64), "RGB")
+    assert seed == 11
+    assert arguments == {
+        "height": 64, "width": 128, "num_frames": 5, "num_inference_steps": 25, "max_guidance_scale": 2.5, "fps": 9,
+        "num_videos_per_prompt": 1, "output_type": "pt",
+    }  # fmt: skip
+
+
+def test_without_a_seed_every_request_draws_its_own() -> None:
+    anatomy = anatomy_of(diffusers_class("MochiPipeline"))
+    params = complete(schema_of("MochiPipeline", Facts()), {"prompt": "a cat"})
+    seeds = {call_arguments(anatomy, params, ())[1] for _ in range(4)}
+    assert len(seeds) == 4
+    assert torch.Generator("cpu").manual_seed(max(seeds)).initial_seed() == max(seeds)
+
+
+def test_a_wrong_value_names_its_field() -> None:
+    with pytest.raises(BadRequest, match="height=100: must be a multiple of 64") as caught:
+        complete(schema_of("StableVideoDiffusionPipeline", SVD), {"image": {"blob": 0}, "height": 100})
+    assert caught.value.field == "height"
