@@ -59,19 +59,21 @@ class Row:
 
 
 def run_control_bench(
-    outstanding: Sequence[int] = (1, 64, 1024), *, seconds: float = 5.0, slots: int = SLOTS
+    outstanding: Sequence[int] = (1, 64, 1024), *, seconds: float = 5.0, slots: int = SLOTS, journal: bool = False
 ) -> list[Row]:
-    """One row for each number of outstanding requests, each measured for ``seconds``.
+    """One row for each number of outstanding requests, each measured for ``seconds``; the server keeps its journal on
+    the disk of the temporary folder if ``journal`` says so, and in no place otherwise.
 
     Raises `StageError` when a request ends otherwise than DONE, or when the instances do not come up.
     """
-    return uvloop.run(_bench(outstanding, seconds, slots))
+    return uvloop.run(_bench(outstanding, seconds, slots, journal))
 
 
-async def _bench(outstanding: Sequence[int], seconds: float, slots: int) -> list[Row]:
+async def _bench(outstanding: Sequence[int], seconds: float, slots: int, journal: bool) -> list[Row]:
     base = free_ports(5 + len(ROLES))
     with tempfile.TemporaryDirectory(prefix="triptych-bench-") as folder:
-        config = ServerConfig(port=base, scheduler_port=base + 1, output_dir=Path(folder))
+        state = Path(folder) / "state" if journal else None
+        config = ServerConfig(port=base, scheduler_port=base + 1, output_dir=Path(folder), state_dir=state)
         service = DiffusionService(config)
         await service.start()
         try:
@@ -182,9 +184,11 @@ def free_ports(count: int) -> int:
     raise StageError(f"no {count} free ports in a row between {_PORTS.start} and {_PORTS.stop}")
 
 
-def show(rows: Sequence[Row], console: Console) -> None:
+def show(rows: Sequence[Row], console: Console, *, journal: bool = False) -> None:
     """Print the rows as a table."""
-    table = Table(title="Control plane, three no-op stages: every request ended DONE; us: CPU time per request")
+    kept = "with the journal" if journal else "without a journal"
+    title = f"Control plane, three no-op stages, {kept}: every request ended DONE; us: CPU time per request"
+    table = Table(title=title)
     for heading in ("in flight", "requests", "per second", "p50 ms", "p99 ms", "server us", "all us"):
         table.add_column(heading, justify="right")
     for row in rows:
@@ -206,6 +210,8 @@ def main(arguments: Sequence[str]) -> int:
     parser.add_argument("--outstanding", type=int, nargs="+", default=[1, 64, 1024], help="requests in flight")
     parser.add_argument("--seconds", type=float, default=5.0, help="how long each load level is measured")
     parser.add_argument("--slots", type=int, default=SLOTS, help="leases that each no-op instance holds at once")
+    parser.add_argument("--journal", action="store_true", help="write every accepted request to disk first")
     options = parser.parse_args(arguments)
-    show(run_control_bench(options.outstanding, seconds=options.seconds, slots=options.slots), Console())
+    rows = run_control_bench(options.outstanding, seconds=options.seconds, slots=options.slots, journal=options.journal)
+    show(rows, Console(), journal=options.journal)
     return 0
