@@ -36,7 +36,11 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _run_instance(options: ServerArgs) -> int:
-    options.instance_config(default_device="cpu")  # what is impossible is said before torch is loaded
+    config = options.instance_config(default_device="cpu")  # what is impossible is said before torch is loaded
+    if config.key_dir is not None:
+        from triptych.transport.control.keys import load_keys
+
+        load_keys(config.key_dir, "instance")
     from triptych.launch.device import detect_device
     from triptych.worker.process import run_instance
 
