@@ -74,6 +74,7 @@ COMMAND_ARGUMENTS: dict[str, dict[str, Any]] = {
         "--negative-prompt": None,
     },
     "doctor": {"--output-dir": "outputs", "--port": 30000, "--scheduler-port": 5555},
+    "models": {"model": None},
     "keygen": {"folder": None},
     "bench": {"what": None, "arguments": None},
     "synth": {"size": None, "--out": None, "--device": "cpu", "--dtype": "bfloat16"},

@@ -189,6 +189,12 @@ def _synth(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--dtype", choices=("bfloat16", "float32"), default="bfloat16", help="default: %(default)s")
 
 
+def _models(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "model", metavar="MODEL", nargs="?", help="model folder, Hub id or embedded model; default: all"
+    )
+
+
 def _keygen(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("folder", metavar="DIR", help="where the four key files are written")
 
@@ -223,6 +229,12 @@ COMMANDS: tuple[Command, ...] = (
         help="check that this machine has what serving needs",
         description="Check this machine; each finding says how to mend it. Exit status 1 when it cannot serve.",
         add_arguments=_doctor,
+    ),
+    Command(
+        name="models",
+        help="show which pipelines can be split, or the parts of one model",
+        description="Show every pipeline class and how it is split, or which role runs what of one model.",
+        add_arguments=_models,
     ),
     Command(
         name="keygen",

@@ -125,6 +125,8 @@ def _preset(facts: Any, anatomy: Anatomy) -> Preset:
         frames = _config(facts, "num_frames") or _config(facts, "sample_frames")
         if isinstance(frames, int):
             numbers["num_frames"] = frames
+    if "max_sequence_length" in numbers and isinstance(length := _config(facts, "max_text_seq_length"), int):
+        numbers["max_sequence_length"] = length
     if "fps" in numbers:
         numbers["fps"] = round(numbers["fps"])
     return Preset(**numbers)
