@@ -5,7 +5,8 @@ from __future__ import annotations
 import asyncio
 import io
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -201,7 +202,7 @@ class House:
         self._threads.append(thread)
 
     async def _serve(self) -> None:
-        door = listen("127.0.0.1", self.config.port, "--port")
+        doors = [listen("127.0.0.1", port, "--port") for port in self.config.http_ports]
         service = self.service = DiffusionService(self.config)
         app = create_app(service, self.config)
         options = uvicorn.Config(app, log_config=None, access_log=False, lifespan="off", ws="none")
@@ -210,10 +211,11 @@ class House:
         await service.start()
         self._up.set()
         try:
-            await self._server.serve(sockets=[door])
+            await self._server.serve(sockets=doors)
         finally:
             await service.close()
-            door.close()
+            for door in doors:
+                door.close()
 
 
 def _house(folder: Path, *, with_count: bool) -> Iterator[House]:
@@ -236,6 +238,22 @@ def cinema(tmp_path_factory: pytest.TempPathFactory) -> Iterator[House]:
     house.open()
     yield house
     house.close()
+
+
+@pytest.fixture(scope="module")
+def make_house(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., AbstractContextManager[House]]:
+    """Opens a live server with the settings of a `ServerConfig` that are given."""
+
+    @contextmanager
+    def make(**options: Any) -> Iterator[House]:
+        house = House(tmp_path_factory.mktemp("media"), schema(with_count=True), **options)
+        house.open()
+        try:
+            yield house
+        finally:
+            house.close()
+
+    return make
 
 
 @pytest.fixture(scope="module")

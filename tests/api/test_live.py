@@ -205,7 +205,7 @@ def test_the_openapi_document_describes_the_served_model(http: httpx.Client) -> 
     body = document["components"]["schemas"]["VideoRequest"]
     assert body["required"] == ["prompt"]
     assert body["additionalProperties"] is False
-    assert "image" not in body["properties"]
+    assert {"image", "input_reference"} <= body["properties"].keys()  # by data URL or address
     assert "image" in document["components"]["schemas"]["VideoForm"]["properties"]
     frames = body["properties"]["num_frames"]["anyOf"][0]
     assert frames["enum"][:3] == [1, 5, 9]

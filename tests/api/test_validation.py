@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from triptych.api.openapi import legal_values
+from triptych.api.openapi_params import legal_values
 from triptych.api.validation import bounded, check, nearest
 from triptych.errors import BadRequest
 from triptych.wire.schema import Param

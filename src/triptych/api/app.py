@@ -18,6 +18,9 @@ from triptych.api.gate import Gate, HttpMetrics
 from triptych.api.images import ImageRoutes
 from triptych.api.openapi import describe
 from triptych.api.operations import Operations
+from triptych.api.task_book import TaskBook
+from triptych.api.task_service import TaskService
+from triptych.api.tasks import Tasks
 from triptych.api.videos import Videos
 from triptych.config import ServerConfig
 from triptych.server.service import DiffusionService
@@ -52,7 +55,10 @@ def create_app(service: DiffusionService, config: ServerConfig, *, stopping: Cal
     )
     Videos(context).add_to(app)
     ImageRoutes(context).add_to(app)
-    Files(service).add_to(app)
+    book = TaskBook(context)
+    TaskService(context).add_to(app)  # before the tasks: /queue/status is no task
+    Tasks(context, book).add_to(app)
+    Files(service, book.saved).add_to(app)
     Operations(service).add_to(app)
 
     def openapi() -> dict[str, Any]:

@@ -8,13 +8,17 @@ from dataclasses import replace
 from typing import Any
 
 from anyio import to_thread
+from starlette.requests import Request
 
 from triptych.api.body import Body
+from triptych.api.errors import TooBusy
+from triptych.api.idempotency import key_of
 from triptych.api.orders import Order, Output, accepted, check_handoff, picture_params, read_order
 from triptych.api.ready import need_schema
 from triptych.api.references import References
 from triptych.api.views import metadata_of
 from triptych.config import MIB, ServerConfig
+from triptych.core.states import TERMINAL
 from triptych.errors import BadRequest
 from triptych.ids import RequestId
 from triptych.server.records import JobRecord
@@ -29,36 +33,53 @@ class Desk:
 
     def __init__(self, service: DiffusionService, config: ServerConfig) -> None:
         self._service = service
+        self._most_live = config.max_live_requests
         self._references = References(config)
         self._pictures: OrderedDict[RequestId, tuple[bytes, ...]] = OrderedDict()
 
-    async def read(self, body: Body, output: Output) -> Order:
-        """The order in ``body``; raises `BadRequest` or kin, and `NotReady` while no model is known."""
+    async def read(self, body: Body, output: Output, *, paths: bool = False) -> Order:
+        """The order in ``body``; raises `BadRequest` or kin, and `NotReady` while no model is known.
+
+        With ``paths`` pictures may be named by path and be plain base64.
+        """
         schema = need_schema(self._service)
         pictures = picture_params(schema, output)
         if pictures:
-            body = await self._references.resolve(body, ("input_reference", *pictures))
+            body = await self._references.resolve(body, ("input_reference", *pictures), paths=paths)
         order = await to_thread.run_sync(read_order, schema, body, output)
         check_handoff(schema, order.params, self._service.smallest_pool())
         return order
 
     async def submit(
         self,
+        request: Request,
         order: Order,
         output: Output,
         *,
         params: Mapping[str, Any] | None = None,
         metadata: Mapping[str, str] | None = None,
+        part: int = 0,
     ) -> JobRecord:
-        """Start a job for ``order``, with ``params`` instead of its own if given."""
+        """Start a job for ``order``, with ``params`` instead of its own if given; ``part`` counts those of one request.
+
+        A request with an Idempotency-Key gets the job of that key if there is one. Raises `TooBusy` and `KeyReused`.
+        """
+        self._check_room(request)
         record = await self._service.submit(
             dict(order.params if params is None else params),
             output=output,
             images=order.images,
             metadata=metadata_of(order) | dict(metadata or {}),
+            idempotency_key=key_of(request, part),
         )
         self._remember(record.id, order.images)
         return record
+
+    def _check_room(self, request: Request) -> None:
+        states = self._service.states()
+        live = sum(count for state, count in states.items() if state not in TERMINAL)
+        if live >= self._most_live:
+            raise TooBusy(f"{live} requests wait or run already, as many as this server takes; try again later")
 
     async def remix(self, source: JobRecord, body: Body) -> Order:
         """The order of ``source`` once more, with the fields of ``body`` in place of its own.

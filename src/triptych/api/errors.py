@@ -76,6 +76,21 @@ class RangeNotSatisfiable(BadRequest):
         self.size = size
 
 
+class TaskExists(BadRequest):
+    """A task id that is taken."""
+
+    status = 409
+    code = "task_exists"
+
+
+class TooBusy(TriptychError):
+    """Too much is waiting already; the message says what."""
+
+    blame = Blame.CALLER
+    status = 429
+    code = "too_busy"
+
+
 class JobCancelled(TriptychError):
     """Somebody deleted the job that a request was waiting for."""
 

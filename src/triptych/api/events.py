@@ -56,12 +56,12 @@ class Progress:
         starts_in = self._forecast.starts_in(view, self._instances)
         ends_in = self._forecast.ends_in(view, starts_in, self._pace(record, now))
         stepped = before is not None and before[0] is view.state
-        return _frame(_name(record, stepped), self._body(record, starts_in, ends_in))
+        return frame(_name(record, stepped), self._body(record, starts_in, ends_in))
 
     def deleted(self, record: JobRecord) -> bytes:
         """The last event of a job that was deleted while it was followed."""
         gone = JobError(code="cancelled", message="the job was deleted")
-        return _frame("failed", self._body(record, None, None).model_copy(update={"status": "failed", "error": gone}))
+        return frame("failed", self._body(record, None, None).model_copy(update={"status": "failed", "error": gone}))
 
     def _body(self, record: JobRecord, starts_in: float | None, ends_in: float | None) -> JobEvent:
         view = record.view
@@ -103,7 +103,7 @@ def _name(record: JobRecord, stepped: bool) -> str:
     return "step" if stepped else "stage"
 
 
-def _frame(name: str, body: JobEvent) -> bytes:
+def frame(name: str, body: JobEvent) -> bytes:
     """One event on the wire."""
     return f"event: {name}\ndata: {body.model_dump_json()}\n\n".encode()
 
@@ -114,7 +114,7 @@ class Events:
     def __init__(self, service: DiffusionService, forecast: Forecast, stopping: Callable[[], bool]) -> None:
         self._service = service
         self._forecast = forecast
-        self._stopping = stopping
+        self.stopping = stopping
 
     def respond(self, record: JobRecord) -> EventStream:
         """The stream of one job as a response."""
@@ -127,7 +127,7 @@ class Events:
         changed = asyncio.ensure_future(anext(source, None))
         spoken = time.monotonic()
         try:
-            while not self._stopping():
+            while not self.stopping():
                 await asyncio.wait((changed,), timeout=REFRESH_SECONDS)
                 if changed.done():
                     changed.result()

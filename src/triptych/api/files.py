@@ -13,6 +13,7 @@ from starlette.responses import FileResponse
 
 from triptych.api.errors import RangeNotSatisfiable
 from triptych.api.routes import STRICT, errors
+from triptych.api.saved import Saved
 from triptych.errors import NotFound
 from triptych.ids import RequestId
 from triptych.server.records import StoredFile
@@ -68,8 +69,9 @@ def _stat(path: Path) -> os.stat_result | None:
 class Files:
     """Files of jobs by name."""
 
-    def __init__(self, service: DiffusionService) -> None:
+    def __init__(self, service: DiffusionService, saved: Saved) -> None:
         self._service = service
+        self._saved = saved
 
     def add_to(self, app: FastAPI) -> None:
         """Add the routes."""
@@ -84,13 +86,30 @@ class Files:
             summary="Download a finished file by the name that its job gave it",
         )
         app.add_api_route("/v1/files/{name}", self.get, methods=["HEAD"], include_in_schema=False, dependencies=STRICT)
+        app.add_api_route(
+            "/v1/files/download/{name:path}",
+            self.download,
+            methods=["GET"],
+            response_class=FileResponse,
+            responses=errors(400, 404, 416, 500),
+            dependencies=STRICT,
+            tags=["files"],
+            summary="Download a finished file by its name or by the path that its task asked for",
+        )
 
     async def get(self, request: Request, name: str) -> FileResponse:
         """A finished file by its name in the store."""
+        return await media_response(request, self._find(name), "inline")
+
+    async def download(self, request: Request, name: str) -> FileResponse:
+        """A finished file by either name; nothing else that lies in the output folder can be had."""
+        return await media_response(request, self._saved.find(name) or self._find(name), "attachment")
+
+    def _find(self, name: str) -> StoredFile:
         found = _NAME.fullmatch(name)
         if found is not None:
             record = self._service.get(RequestId(found[1]))
             for file in record.files:
                 if file.name == name:
-                    return await media_response(request, file, "inline")
+                    return file
         raise NotFound(f"no file has the name {name[:80]!r}")

@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import asyncio
 import base64
 from collections.abc import AsyncGenerator, Sequence
-from contextlib import asynccontextmanager, suppress
+from contextlib import asynccontextmanager
 
 from anyio import to_thread
 from fastapi import FastAPI, Request
@@ -13,14 +12,14 @@ from starlette.responses import JSONResponse, Response
 
 from triptych.api.body import read_body
 from triptych.api.context import Context
-from triptych.api.errors import CLIENT_CLOSED, DeadlinePassed, JobCancelled
+from triptych.api.errors import CLIENT_CLOSED
 from triptych.api.orders import Order
 from triptych.api.ready import need_schema
 from triptych.api.routes import STRICT, errors
 from triptych.api.shapes import ImageData, Images
-from triptych.api.views import error_of, timings_of
-from triptych.core.events import JobState
-from triptych.errors import BadRequest, NotFound, StageError
+from triptych.api.views import timings_of
+from triptych.api.waiting import Waiting
+from triptych.errors import StageError
 from triptych.server.records import JobRecord, StoredFile
 from triptych.wire.schema import RequestSchema
 
@@ -34,7 +33,7 @@ class ImageRoutes:
     def __init__(self, context: Context) -> None:
         self._service = context.service
         self._desk = context.desk
-        self._forecast = context.forecast
+        self._waiting = Waiting(context.service, context.forecast)
         config = context.config
         self._deadline = config.queue_timeout + config.run_timeout + GRACE_SECONDS
 
@@ -58,8 +57,8 @@ class ImageRoutes:
     async def generate(self, request: Request) -> Response:
         """Make ``n`` images of one prompt."""
         order = await self._desk.read(await read_body(request), "image")
-        async with self._jobs(need_schema(self._service), order) as jobs:
-            records = await self._outcome(request, jobs)
+        async with self._jobs(request, need_schema(self._service), order) as jobs:
+            records = await self._waiting.outcome(request, jobs, self._deadline)
             if records is None:
                 return Response(status_code=CLIENT_CLOSED)
             files = [file for record in records for file in record.files][: order.count]
@@ -68,11 +67,11 @@ class ImageRoutes:
             data = await self._data(request, order, files)
         if order.response_format == "b64_json":
             for record in records:
-                await self._forget(record)
+                await self._waiting.forget(record.id)
         return JSONResponse(_images(order, records, files[0], data).model_dump())
 
     @asynccontextmanager
-    async def _jobs(self, schema: RequestSchema, order: Order) -> AsyncGenerator[list[JobRecord]]:
+    async def _jobs(self, request: Request, schema: RequestSchema, order: Order) -> AsyncGenerator[list[JobRecord]]:
         """The jobs of an order, gone again with everything that they made unless the block ends well.
 
         A pipeline that makes several images of one prompt gets one job; else every image is a job of its own, with
@@ -85,48 +84,12 @@ class ImageRoutes:
                 params = dict(order.params)
                 if index and "seed" in params:
                     params["seed"] += index
-                jobs.append(await self._desk.submit(order, "image", params=params))
+                jobs.append(await self._desk.submit(request, order, "image", params=params, part=index))
             yield jobs
         except BaseException:
             for job in jobs:
-                await self._forget(job)
+                await self._waiting.forget(job.id)
             raise
-
-    async def _outcome(self, request: Request, jobs: Sequence[JobRecord]) -> list[JobRecord] | None:
-        """The ended jobs, all of them done; None when the client hung up first, and then the jobs are cancelled."""
-        ends = [asyncio.ensure_future(self._end(job)) for job in jobs]
-        done = asyncio.gather(*ends)
-        gone = asyncio.ensure_future(_hung_up(request))
-        try:
-            await asyncio.wait((done, gone), timeout=self._deadline, return_when=asyncio.FIRST_COMPLETED)
-            if done.done():
-                return list(done.result())
-            if not gone.done():
-                raise DeadlinePassed(f"the images were not made within {self._deadline:g} seconds")
-            for job in jobs:
-                await self._forget(job)
-            return None
-        finally:
-            for task in (done, gone, *ends):
-                task.cancel()
-            await asyncio.gather(done, gone, *ends, return_exceptions=True)
-
-    async def _end(self, job: JobRecord) -> JobRecord:
-        record = await self._service.wait(job.id)
-        self._forecast.learn(record)
-        error = error_of(record.view)
-        if error is None:
-            return record
-        match record.view.state:
-            case JobState.TIMED_OUT:
-                raise DeadlinePassed(error.message)
-            case JobState.CANCELLED:
-                raise JobCancelled(error.message)
-            case _:
-                blame = record.view.error.blame if record.view.error else "us"
-                if blame == "caller":
-                    raise BadRequest(None, error.message, code=error.code)
-                raise StageError(error.message)
 
     async def _data(self, request: Request, order: Order, files: Sequence[StoredFile]) -> list[ImageData]:
         if order.response_format == "url":
@@ -134,16 +97,6 @@ class ImageRoutes:
             return [ImageData(url=f"{base}v1/files/{file.name}", b64_json=None, revised_prompt=None) for file in files]
         pixels = [await to_thread.run_sync(file.path.read_bytes) for file in files]
         return [ImageData(url=None, b64_json=base64.b64encode(data).decode(), revised_prompt=None) for data in pixels]
-
-    async def _forget(self, job: JobRecord) -> None:
-        with suppress(NotFound):  # somebody was faster
-            await self._service.delete(job.id)
-
-
-async def _hung_up(request: Request) -> None:
-    """Returns when the client has closed the connection; the body must have been read."""
-    while (await request.receive())["type"] != "http.disconnect":
-        pass
 
 
 def _images(order: Order, records: Sequence[JobRecord], first: StoredFile, data: list[ImageData]) -> Images:

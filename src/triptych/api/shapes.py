@@ -7,13 +7,13 @@ from typing import Any, Literal
 from pydantic import BaseModel, ConfigDict
 
 
-class _Shape(BaseModel):
+class Shape(BaseModel):
     """Refuses fields that are not declared, so that the OpenAPI document is the whole truth."""
 
     model_config = ConfigDict(extra="forbid", frozen=True)
 
 
-class ErrorObject(_Shape):
+class ErrorObject(Shape):
     """What went wrong; ``param`` is the client's own name for the field."""
 
     message: str
@@ -22,20 +22,20 @@ class ErrorObject(_Shape):
     code: str | None
 
 
-class ErrorBody(_Shape):
+class ErrorBody(Shape):
     """Body of every error."""
 
     error: ErrorObject
 
 
-class JobError(_Shape):
+class JobError(Shape):
     """Why a job failed."""
 
     code: str
     message: str
 
 
-class Timing(_Shape):
+class Timing(Shape):
     """One finished stage of a job; all durations in seconds."""
 
     role: str
@@ -50,7 +50,7 @@ class Timing(_Shape):
     staging: float
 
 
-class Video(_Shape):
+class Video(Shape):
     """A video job. The first block is OpenAI's, the second ours."""
 
     id: str
@@ -83,7 +83,7 @@ class Video(_Shape):
     timings: list[Timing]
 
 
-class VideoList(_Shape):
+class VideoList(Shape):
     """One page of video jobs."""
 
     object: Literal["list"] = "list"
@@ -93,7 +93,7 @@ class VideoList(_Shape):
     has_more: bool
 
 
-class VideoDeleted(_Shape):
+class VideoDeleted(Shape):
     """Confirmation of a deletion."""
 
     id: str
@@ -101,7 +101,7 @@ class VideoDeleted(_Shape):
     deleted: bool = True
 
 
-class JobEvent(_Shape):
+class JobEvent(Shape):
     """Data of one server-sent event about a job."""
 
     id: str
@@ -120,7 +120,7 @@ class JobEvent(_Shape):
     error: JobError | None
 
 
-class ImageData(_Shape):
+class ImageData(Shape):
     """One image: either its address on this server or its bytes."""
 
     url: str | None
@@ -128,7 +128,7 @@ class ImageData(_Shape):
     revised_prompt: str | None
 
 
-class Images(_Shape):
+class Images(Shape):
     """The images of one request."""
 
     created: int
@@ -142,7 +142,7 @@ class Images(_Shape):
     """One list for each job that made them."""
 
 
-class ServedModel(_Shape):
+class ServedModel(Shape):
     """A model that requests may name, and what it accepts."""
 
     id: str
@@ -156,27 +156,27 @@ class ServedModel(_Shape):
     parameters: list[dict[str, Any]]
 
 
-class ModelList(_Shape):
+class ModelList(Shape):
     """All models of the server."""
 
     object: Literal["list"] = "list"
     data: list[ServedModel]
 
 
-class Health(_Shape):
+class Health(Shape):
     """The process answers."""
 
     status: Literal["ok"] = "ok"
 
 
-class Ready(_Shape):
+class Ready(Shape):
     """Requests are served."""
 
     ready: Literal[True] = True
     reasons: list[str] = []
 
 
-class NotReadyBody(_Shape):
+class NotReadyBody(Shape):
     """Requests would have to wait or be refused, for these reasons."""
 
     ready: Literal[False] = False

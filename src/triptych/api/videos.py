@@ -27,7 +27,7 @@ _ID: dict[str, JsonValue] = {"pattern": "^video_[0-9a-f]{32}$"}
 POLL_MILLISECONDS = "500"
 """What unfinished jobs advise OpenAI clients to wait before they look again."""
 
-CREATE_STATUSES = (400, 404, 408, 413, 415, 429, 500, 503, 507)
+CREATE_STATUSES = (400, 404, 408, 409, 413, 415, 429, 500, 503, 507)
 """How the start of a job can end badly."""
 
 
@@ -86,13 +86,13 @@ class Videos:
     async def create(self, request: Request) -> Video:
         """Start a job; the answer comes at once, the job's end is seen by looking at it."""
         order = await self._desk.read(await read_body(request), "video")
-        return self._shown(await self._desk.submit(order, "video"))
+        return self._shown(await self._desk.submit(request, order, "video"))
 
     async def remix(self, request: Request, video_id: str) -> Video:
         """Start a job like that of an existing video, its seed included, with the given fields changed."""
         source = self._find(video_id)
         order = await self._desk.remix(source, await read_body(request))
-        return self._shown(await self._desk.submit(order, "video", metadata={"remixed_from": source.id}))
+        return self._shown(await self._desk.submit(request, order, "video", metadata={"remixed_from": source.id}))
 
     async def page(
         self,

@@ -33,7 +33,8 @@ async def _serve(config: ServerConfig, on_started: Callable[[], None] | None) ->
     from triptych.api.app import create_app
     from triptych.server.service import DiffusionService
 
-    door = listen(config.host, config.port, "--port")
+    flags = ("--port", *["--task-ports"] * (len(config.http_ports) - 1))
+    doors = [listen(config.host, port, flag) for port, flag in zip(config.http_ports, flags, strict=True)]
     service = DiffusionService(config)
     app = create_app(service, config, stopping=lambda: server.should_exit)
     server = uvicorn.Server(
@@ -56,11 +57,13 @@ async def _serve(config: ServerConfig, on_started: Callable[[], None] | None) ->
         signal.signal(number, stop)
     await service.start()
     try:
-        log.info("listening on http://%s:%d", config.host, config.port)
+        for port in config.http_ports:
+            log.info("listening on http://%s:%d", config.host, port)
         if on_started is not None:
             on_started()
-        await server.serve(sockets=[door])
+        await server.serve(sockets=doors)
     finally:
         await asyncio.shield(service.close())
-        door.close()
+        for door in doors:
+            door.close()
     return 0

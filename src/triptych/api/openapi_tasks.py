@@ -1,0 +1,78 @@
+"""JSON Schema of the bodies that start a task or a remix."""
+
+from __future__ import annotations
+
+from typing import Any, Final
+
+from triptych.api.openapi_params import FILE, REFERENCE, nullable, property_of, seconds_schema, size_pattern
+from triptych.api.orders import Output, accepted, model_names, picture_params
+from triptych.api.task_orders import LAST_FRAME, NEUTRAL, RENAMED, SUFFIXES
+from triptych.wire.schema import RequestSchema
+
+KINDS: Final = (("application/json", ""), ("multipart/form-data", "Form"))
+"""Content type of a body, and what its schema's name ends in."""
+
+UNKNOWN: Final[dict[str, Any]] = {
+    "type": "object",
+    "description": "No model is known yet.",
+    "properties": {},
+    "required": ["prompt"],
+}
+
+
+def task_body(schema: RequestSchema | None, output: Output, *, form: bool) -> dict[str, Any]:
+    """A request of the Task API. The pipeline's own names are accepted besides; they are not listed twice."""
+    if schema is None:
+        return UNKNOWN
+    params = accepted(schema, output)
+    pictures = picture_params(schema, output)
+    spoken = {name: old for old, name in RENAMED.items()}
+    fields = {spoken.get(name, name): property_of(p, form=form) for name, p in params.items() if name not in pictures}
+    fields["model"] = {"type": "string", "enum": list(model_names(schema))}
+    fields["task_id"] = {"type": "string", "pattern": "^[A-Za-z0-9][A-Za-z0-9_.-]{0,127}$"}
+    endings = "|".join(suffix[1:] for suffix in SUFFIXES[output])
+    fields["save_result_path"] = {
+        "type": "string",
+        "description": "Relative path in the server's output folder.",
+        "pattern": rf"^[A-Za-z0-9_-]{{1,60}}(/[A-Za-z0-9_-]{{1,60}}){{0,3}}(\.({endings}))?$",
+    }
+    exclusive: list[list[str]] = []
+    if {"height", "width"} <= params.keys():
+        fields["aspect_ratio"] = {"type": "string", "pattern": "^[1-9][0-9]{0,2}:[1-9][0-9]{0,2}$"}
+        exclusive = [["aspect_ratio", "height"], ["aspect_ratio", "width"]]
+        if not form:
+            sides = [property_of(params[name]) for name in ("height", "width")]
+            fields["target_shape"] = {"type": "array", "prefixItems": sides, "minItems": 2, "maxItems": 2}
+            exclusive += [["target_shape", name] for name in ("aspect_ratio", "height", "width")]
+    names = [name for name in ("image_path", "last_frame_path")[: 1 + (LAST_FRAME in pictures)] if pictures]
+    for name in names:
+        fields[name.replace("_path", "_file") if form else name] = FILE if form else REFERENCE
+    required = sorted(spoken.get(n, n) for n, p in params.items() if p.required and n not in pictures)
+    if pictures and params[pictures[0]].required:
+        required.append("image_file" if form else "image_path")
+    for name, values in NEUTRAL.items():
+        if values and name not in params and not form:
+            fields[name] = {"enum": list(values), "description": "Accepted for its neutral value only."}
+    if not form:
+        fields = {name: found if name in required else nullable(found) for name, found in fields.items()}
+    body = {"type": "object", "properties": fields, "required": required, "additionalProperties": False}
+    return body | ({"not": {"anyOf": [{"required": pair} for pair in exclusive]}} if exclusive else {})
+
+
+def remix_body(schema: RequestSchema | None, *, form: bool) -> dict[str, Any]:
+    """What a remix may change: at least the prompt."""
+    if schema is None:
+        return UNKNOWN
+    params = accepted(schema, "video")
+    fields = {name: property_of(param, form=form) for name, param in params.items()}
+    if {"height", "width"} <= params.keys():
+        fields["size"] = {"type": "string", "pattern": size_pattern(params)}
+    if {"num_frames", "fps"} <= params.keys():
+        fields["seconds"] = seconds_schema(params, form=form)
+    required = ["prompt"] if "prompt" in fields else []
+    if not form:
+        fields = {name: found if name in required else nullable(found) for name, found in fields.items()}
+    pairs = [["size", "width"], ["size", "height"], ["seconds", "num_frames"]]
+    exclusive = [{"required": pair} for pair in pairs if set(pair) <= fields.keys()]
+    body = {"type": "object", "properties": fields, "required": required, "additionalProperties": False}
+    return body | ({"not": {"anyOf": exclusive}} if exclusive else {})

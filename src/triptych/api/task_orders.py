@@ -1,0 +1,204 @@
+"""The fields of the Task API in terms of the house's own: which become what, which ask for nothing, which are refused.
+
+An empty text means "not given", as clients of this API write it. Names of the pipeline itself are accepted too.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import math
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import PurePosixPath
+from typing import Any, Final, cast
+
+from triptych.api.body import Body
+from triptych.api.orders import Output, accepted, picture_params
+from triptych.api.validation import nearest, read_integer, read_text, refuse, unknown_field
+from triptych.errors import BadRequest
+from triptych.wire.schema import RequestSchema
+
+RENAMED: Final[Mapping[str, str]] = {
+    "infer_steps": "num_inference_steps",
+    "target_video_length": "num_frames",
+    "target_fps": "fps",
+}
+PICTURES: Final[Mapping[str, int]] = {"image_path": 0, "image_file": 0, "last_frame_path": 1, "last_frame_file": 1}
+"""Field to the picture that it gives: the one to start from, or the one to end with."""
+LAST_FRAME: Final = "last_image"
+"""The pipelines' name of the picture to end with."""
+TASK_FIELDS: Final = frozenset({"task_id", "save_result_path", "target_shape", "aspect_ratio"})
+
+NEUTRAL: Final[Mapping[str, tuple[Any, ...]]] = {
+    "use_prompt_enhancer": (False, "false"),
+    "num_fragments": (1, "1"),
+    "audio_path": ("",),
+    "audio_file": (),
+    "video_duration": (5, "5"),
+    "talk_objects": ([],),
+    "resize_mode": ("adaptive",),
+    "image_mask_path": ("",),
+    "presigned_url": ("",),
+    "lora_name": ("",),
+    "lora_strength": (1, "1", "1.0"),
+    "task_id_must_unique": (True, False, "true", "false"),
+}
+"""Fields of features that are not here, with the values that ask for nothing; others are refused, never ignored."""
+
+SUFFIXES: Final[Mapping[Output, Mapping[str, str]]] = {
+    "video": {".mp4": "mp4"},
+    "image": {".png": "png", ".jpg": "jpeg", ".jpeg": "jpeg", ".webp": "webp"},
+}
+"""File name suffix to output format."""
+
+_ID = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.-]{0,127}")
+_RATIO = re.compile(r"(\d{1,4})\s*[:x/]\s*(\d{1,4})")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class TaskFields:
+    """A request of the Task API in two parts: what makes an order, and what concerns the task alone."""
+
+    body: Body
+    names: Mapping[str, str]
+    """The house's name of a field to the one that the client used."""
+    task_id: str | None
+    save_path: str
+    """Relative path under the output folder; empty when none was given."""
+    digest: str
+    """Of everything in the request but the task's id: equal requests have equal digests."""
+
+
+def read_fields(schema: RequestSchema, body: Body, output: Output) -> TaskFields:
+    """Take a request apart. Raises `BadRequest` that names the client's field."""
+    given = {k: v for k, v in body.fields.items() if v is not None and (v not in ("", []) or k == "prompt")}
+    task_id = given.pop("task_id", None)
+    if task_id is not None and not (isinstance(task_id, str) and _ID.fullmatch(task_id)):
+        refuse("task_id", task_id, "up to 128 letters, digits, '-', '_' and '.'")
+    digest = _digest(output, given, body.uploads)
+    _refuse_absent(schema, given, body.uploads)
+    fields: dict[str, Any] = {}
+    names: dict[str, str] = {}
+    save_path = _save_path(given.pop("save_result_path", None), output)
+    shape = _shape(schema, output, given, form=body.form)
+    uploads: dict[str, list[bytes]] = {}
+    for name, value in (shape | given).items():
+        _place(fields, names, _target(schema, output, name), name, value)
+    for name, files in body.uploads.items():
+        _place(uploads, names, _target(schema, output, name), name, files)
+    suffix = PurePosixPath(save_path).suffix.lower()
+    if suffix:
+        _place(fields, names, "output_format", "save_result_path", SUFFIXES[output][suffix])
+    return TaskFields(
+        body=Body(fields=fields, uploads=uploads, form=body.form),
+        names=names,
+        task_id=task_id,
+        save_path=save_path,
+        digest=digest,
+    )
+
+
+def in_client_words(error: BadRequest, names: Mapping[str, str]) -> BadRequest:
+    """``error`` with the field under the name that the client used."""
+    spoken = names.get(error.field or "")
+    if spoken is None or error.field is None or spoken == error.field:
+        return error
+    message = error.message.replace(error.field, spoken, 1)
+    renamed = type(error)(spoken, message, code=error.error_code)
+    renamed.__cause__ = error
+    return renamed
+
+
+def _digest(output: Output, given: Mapping[str, Any], uploads: Mapping[str, list[bytes]]) -> str:
+    files = {name: [hashlib.sha256(data).hexdigest() for data in group] for name, group in uploads.items()}
+    return hashlib.sha256(json.dumps([output, given, files], sort_keys=True).encode()).hexdigest()
+
+
+def _refuse_absent(schema: RequestSchema, given: dict[str, Any], uploads: Mapping[str, Any]) -> None:
+    """Drop what asks for nothing; refuse what asks for something that is not here."""
+    for name, neutral in NEUTRAL.items():
+        if schema.param(name) is not None:
+            continue
+        if name in uploads or (name in given and given.pop(name) not in neutral):
+            raise BadRequest(
+                name, f"{name}: model {schema.model!r} is served without it; leave it out", code="unsupported"
+            )
+
+
+def _place(target: dict[str, Any], names: dict[str, str], name: str, spoken: str, value: Any) -> None:
+    if name in target:
+        raise BadRequest(spoken, f"{spoken} and {names[name]} are both given; give one of them", code="duplicate_field")
+    target[name] = value
+    names[name] = spoken
+
+
+def _target(schema: RequestSchema, output: Output, name: str) -> str:
+    """The house's name of a field."""
+    if name not in PICTURES:
+        if name not in RENAMED and name not in accepted(schema, output) and name not in ("model", "size"):
+            raise unknown_field(name, known_fields(schema, output))
+        return RENAMED.get(name, name)
+    pictures = picture_params(schema, output)
+    if PICTURES[name] == 0:
+        first = next((p for p in pictures if p != LAST_FRAME), None)
+        if first is None:
+            raise BadRequest(name, f"{name}: model {schema.model!r} ({schema.task}) takes no image")
+        return first
+    if LAST_FRAME not in pictures:
+        raise BadRequest(name, f"{name}: model {schema.model!r} ({schema.task}) takes no last frame")
+    return LAST_FRAME
+
+
+def known_fields(schema: RequestSchema, output: Output) -> set[str]:
+    """Every field that a task may carry."""
+    params = accepted(schema, output)
+    old = {spoken for spoken, name in RENAMED.items() if name in params}
+    pictures = picture_params(schema, output)
+    old |= {spoken for spoken, n in PICTURES.items() if (LAST_FRAME in pictures if n else bool(pictures))}
+    return {"model", "size", *params, *old, *TASK_FIELDS}
+
+
+def _save_path(value: Any, output: Output) -> str:
+    if value is None:
+        return ""
+    text = read_text("save_result_path", value, 512)
+    parts = text.split("/")
+    path = PurePosixPath(text)
+    if path.is_absolute() or "\\" in text or ":" in text or not text.isprintable() or not path.parts:
+        refuse("save_result_path", text, "a relative path in the output folder")
+    if any(part in ("", ".", "..") or part.startswith(".") or len(part.encode()) > 200 for part in parts):
+        refuse("save_result_path", text, "a relative path in the output folder, without '..' and hidden names")
+    suffix = path.suffix.lower()
+    if suffix and suffix not in SUFFIXES[output]:
+        refuse("save_result_path", text, f"a name that ends in {', '.join(SUFFIXES[output])} or has no suffix")
+    return text
+
+
+def _shape(schema: RequestSchema, output: Output, given: dict[str, Any], *, form: bool) -> dict[str, Any]:
+    """Height and width out of ``target_shape`` or ``aspect_ratio``, which leave ``given``."""
+    shape, ratio = given.pop("target_shape", None), given.pop("aspect_ratio", None)
+    if shape is not None and ratio is not None:
+        raise BadRequest("aspect_ratio", "aspect_ratio and target_shape are both given; give one of them")
+    params = accepted(schema, output)
+    if (shape or ratio) and not {"height", "width"} <= params.keys():
+        name = "target_shape" if shape else "aspect_ratio"
+        raise BadRequest(name, f"{name}: model {schema.model!r} makes one size only")
+    if shape is not None:
+        values = cast("list[Any]", shape) if isinstance(shape, list) else str(shape).strip("[] ").split(",")
+        if len(values) != 2:
+            refuse("target_shape", str(shape), "[height, width]")
+        height, width = (read_integer("target_shape", side, form=form) for side in values)
+        return {"height": height, "width": width}
+    if ratio is None:
+        return {}
+    found = _RATIO.fullmatch(ratio) if isinstance(ratio, str) else None
+    if found is None or not int(found[1]) or not int(found[2]):
+        refuse("aspect_ratio", ratio, "WIDTH:HEIGHT, e.g. '16:9'")
+    height, width = params["height"], params["width"]
+    if not isinstance(height.default, int) or not isinstance(width.default, int):
+        raise BadRequest("aspect_ratio", f"aspect_ratio: {schema.model!r} has no size of its own; give target_shape")
+    wide = int(found[1]) / int(found[2])
+    tall = math.sqrt(height.default * width.default / wide)
+    return {"height": nearest(height, tall), "width": nearest(width, tall * wide)}

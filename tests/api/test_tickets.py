@@ -1,0 +1,63 @@
+"""Posts that belong together find each other, and those that stay alone are given up with the reason."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from triptych.api.errors import TaskExists, TooBusy
+from triptych.api.tickets import MOST_OPEN, PARTS, PATIENCE_SECONDS, Part, Ticket, Tickets
+
+
+def post(tickets: Tickets, part: Part, key: str, now: float = 0.0, task_id: str | None = None) -> Ticket:
+    return tickets.post(part, (key,), task_id=task_id, output="video", save_path="", now=now, clock=1000 + now)
+
+
+@given(st.permutations([(part, key) for part in PARTS for key in "abc"]))
+def test_interleaved_clients_get_their_own_back(posts: list[tuple[Part, str]]) -> None:
+    tickets = Tickets()
+    found = {(part, key): post(tickets, part, key) for part, key in posts}
+    for key in "abc":
+        (ticket,) = {id(found[part, key]): found[part, key] for part in PARTS}.values()
+        assert ticket.parts == set(PARTS)
+        assert ticket.key == (key,)
+
+
+def test_equal_tasks_of_one_client_are_filled_oldest_first() -> None:
+    tickets = Tickets()
+    first, second = post(tickets, "decoder", "a"), post(tickets, "decoder", "a")
+    assert first is not second
+    assert post(tickets, "encoder", "a") is first
+    assert post(tickets, "encoder", "a") is second
+    assert post(tickets, "encoder", "a") not in (first, second)
+
+
+def test_a_post_that_stays_alone_is_given_up_with_what_is_missing() -> None:
+    tickets = Tickets()
+    ticket = post(tickets, "decoder", "a")
+    tickets.expire(PATIENCE_SECONDS - 1, 0)
+    assert ticket.open
+    tickets.expire(PATIENCE_SECONDS, 1060)
+    assert ticket.reason is not None
+    assert "encoder and transformer" in ticket.reason.message
+    assert ticket.ended == 1060
+    assert post(tickets, "encoder", "a", now=PATIENCE_SECONDS + 1) is not ticket
+
+
+def test_a_task_id_belongs_to_one_task() -> None:
+    tickets = Tickets()
+    ticket = post(tickets, "decoder", "a", task_id="mine")
+    assert ticket.id == "mine"
+    assert post(tickets, "encoder", "a", task_id="mine") is ticket
+    with pytest.raises(TaskExists, match="mine"):
+        post(tickets, "encoder", "b", task_id="mine")
+
+
+def test_open_tickets_are_bounded() -> None:
+    tickets = Tickets()
+    for index in range(MOST_OPEN):
+        post(tickets, "decoder", str(index))
+    with pytest.raises(TooBusy, match=str(MOST_OPEN)):
+        post(tickets, "decoder", "one more")
+    assert post(tickets, "encoder", "0").parts == {"decoder", "encoder"}
