@@ -50,15 +50,15 @@ def _check_reach(flag: str, host: str, key_dir: Path | None, insecure: bool) -> 
 
 def parse_tcp_url(name: str, url: str) -> tuple[str, int]:
     """Host and port of ``tcp://host:port``; raises `ConfigError` that names the flag."""
-    parts = urlsplit(url)
     try:
-        port = parts.port
-    except ValueError:
-        port = None
-    if parts.scheme != "tcp" or not parts.hostname or port is None:
+        parts = urlsplit(url)
+        scheme, host, port = parts.scheme, parts.hostname, parts.port
+    except ValueError:  # a port that is no number, half an IPv6 address
+        scheme, host, port = "", None, None
+    if scheme != "tcp" or not host or port is None:
         raise ConfigError(f"{name}={url!r}: must look like tcp://host:port")
     _port(name, port)
-    return parts.hostname, port
+    return host, port
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -126,6 +126,10 @@ class InstanceConfig:
     """Leases held at once: those computing plus those whose inputs are pulled ahead."""
     max_running: int = 1
     """Requests whose denoising steps interleave (``--max-running-requests``)."""
+    checkpoint_interval: float = 10.0
+    """Seconds between checkpoints of a denoising stage, which another instance keeps; 0: none are made."""
+    drain_timeout: float = 30.0
+    """Seconds that leaving may take once asked to stop, while work is finished or handed over; 0: leave at once."""
     key_dir: Path | None = None
     """Folder with the keys of the control plane (``--disagg-key-dir``); None: neither encrypted nor authenticated."""
     insecure: bool = False
@@ -139,6 +143,9 @@ class InstanceConfig:
         parse_tcp_url("disagg-server-addr", self.server_addr)
         _port("scheduler-port", self.work_port)
         _positive(self, "slots", "max_running")
+        for name in ("checkpoint_interval", "drain_timeout"):
+            if not 0 <= getattr(self, name) < float("inf"):
+                raise ConfigError(f"{name}={getattr(self, name)!r}: must be 0 or more seconds")
         if self.max_running > self.slots:
             raise ConfigError(f"max-running-requests={self.max_running}: must not exceed the slots ({self.slots})")
         _check_reach("disagg-p2p-hostname", self.transfer.hostname, self.key_dir, self.insecure)

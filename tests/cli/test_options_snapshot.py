@@ -35,6 +35,8 @@ SERVE_OPTIONS = {
     "--attention-backend": "auto",
     "--quant": "none",
     "--max-running-requests": 1,
+    "--checkpoint-interval": 10.0,
+    "--drain-timeout": 30.0,
     "--slots": 2,
     "--disagg-key-dir": None,
     "--insecure": False,

@@ -246,7 +246,7 @@ def test_a_model_that_cannot_be_loaded_is_heard_of() -> None:
     )  # fmt: skip
     thread.start()
     assert posts.get(timeout=WAIT) == ThreadDied(
-        thread="compute", reason="component 'vae' cannot be loaded: no such file"
+        thread="compute", reason="component 'vae' cannot be loaded: no such file", mendable=True
     )
     thread.join(WAIT)
 

@@ -49,6 +49,7 @@ from triptych.wire.messages import (
     Started,
     Stopped,
 )
+from triptych.worker.process import EXIT_OPERATOR
 
 WAIT = 180.0
 """Seconds; generous, because a loaded machine may take most of a minute to import torch."""
@@ -318,7 +319,7 @@ def test_a_model_that_cannot_be_loaded_ends_the_process_with_a_reason(tmp_path: 
     desk = Desk()
     instance = Instance(desk, Role.DENOISER, log=tmp_path / "log", model=str(tmp_path / "nothing"))
     try:
-        assert instance.process.wait(WAIT) == 1
+        assert instance.process.wait(WAIT) == EXIT_OPERATOR
         assert "nothing" in instance.log.read_text()
         assert "Traceback" not in instance.log.read_text()
     finally:

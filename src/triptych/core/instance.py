@@ -261,8 +261,8 @@ class InstanceMachine:
     # -- leaving ---------------------------------------------------------------------------------------------------
 
     def _stop(self, event: Stop) -> None:
-        if self._drain is not None:
-            return
+        if self._drain is not None and event.seconds:
+            return  # asked once more
         idle = not self._works and not len(self._shelf)
         self._drain = Drain(self._now, 0.0 if idle or not self._welcomed else event.seconds, event.reason)
         if not self._take_leave(self._drain):

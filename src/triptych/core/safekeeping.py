@@ -24,7 +24,10 @@ class Safekeeping:
     def book(self, job: Job, member: Member, lease: Lease, manifest: Manifest, step: int, steps: int) -> None:
         """Enter a checkpoint that ``member`` has staged, and have a buddy keep it."""
         ledger = self._ledger
-        if not 0 < step < steps or job.role is not Role.DENOISER:
+        if manifest.copy in member.copies:
+            return  # repeated
+        overtaken = any(old.instance == member.id and old.step >= step for old in job.checkpoints())
+        if not 0 < step < steps or overtaken or job.role is not Role.DENOISER:
             ledger.release_ids(member, (manifest.copy,))
             return
         copy = Copy(
@@ -67,6 +70,8 @@ class Safekeeping:
         if member is None or member.epoch != message.epoch:
             ledger.count("stale_message", "Kept", message.instance, message.manifest.request)
             return
+        if message.manifest.copy in member.copies:
+            return  # repeated
         job = ledger.jobs.get(message.manifest.request)
         first = None if job is None else job.keeping.pop(message.copy, None)
         if job is None or first is None or not self._useful(job, first):
@@ -98,7 +103,7 @@ class Safekeeping:
         if first.consumer in job.outputs:
             return False
         if first.spare:
-            return all(copy.step <= first.step for copy in job.checkpoints())
+            return all(copy.step <= first.step for copy in job.checkpoints() if copy.origin == first.origin)
         made = job.outputs.get(first.producer, ())
         return any(copy == first.manifest.copy for copy, _ in made)
 

@@ -58,6 +58,8 @@ class ServerArgs:
     attention_backend: str = "auto"
     quant: Quantisation = "none"
     max_running_requests: int = 1
+    checkpoint_interval: float = 10.0
+    drain_timeout: float = 30.0
     slots: int = 2
     disagg_key_dir: str | None = None
     insecure: bool = False
@@ -178,6 +180,8 @@ class ServerArgs:
             gpu_ids=(self.base_gpu_id,),
             slots=self.slots,
             max_running=self.max_running_requests,
+            checkpoint_interval=self.checkpoint_interval,
+            drain_timeout=self.drain_timeout,
             key_dir=self._key_dir,
             insecure=self.insecure,
         )

@@ -76,6 +76,17 @@ def read_seconds(flag: str, value: object) -> float:
     return seconds
 
 
+def read_seconds_or_zero(flag: str, value: object) -> float:
+    """A number of seconds, 0 or more."""
+    try:
+        seconds = float(value) if isinstance(value, str | int | float) else -1.0
+    except ValueError:
+        seconds = -1.0
+    if not 0 <= seconds < float("inf"):
+        raise refuse(flag, value, "a number of seconds, 0 or more")
+    return seconds
+
+
 def read_size(flag: str, value: object) -> int:
     """Bytes: a plain number or one with a binary unit, e.g. ``256MiB``, ``1GiB``."""
     if isinstance(value, int) and not isinstance(value, bool) and value > 0:
@@ -264,6 +275,22 @@ OPTIONS: tuple[Option, ...] = (
     _option("attention_backend", read_text, "auto", COMPUTE, "NAME", "auto, native, cudnn, flash3 or flash3-fp8"),
     _option("quant", one_of("none", "fp8", "int8"), "none", COMPUTE, "KIND", "quantised denoiser: none, fp8 or int8"),
     _option("max_running_requests", read_integer, 1, COMPUTE, "N", "requests whose denoising steps interleave"),
+    _option(
+        "checkpoint_interval",
+        read_seconds_or_zero,
+        10.0,
+        COMPUTE,
+        "SECONDS",
+        "time between checkpoints of a denoising request, kept by another instance; 0: none",
+    ),
+    _option(
+        "drain_timeout",
+        read_seconds_or_zero,
+        30.0,
+        COMPUTE,
+        "SECONDS",
+        "time to finish or hand over its work when asked to stop; 0: leave at once",
+    ),
     _option("slots", read_integer, 2, COMPUTE, "N", "requests held at once: computing, or with inputs pulled ahead"),
     _option("disagg_key_dir", read_path, None, ALL, "DIR", "keys of the control plane, made by `triptych keygen DIR`"),
     _option("insecure", read_switch, False, ALL, "", "allow binding beyond loopback without authentication"),
@@ -277,7 +304,9 @@ OPTIONS: tuple[Option, ...] = (
     _option("allow_image_urls", read_switch, False, DOOR, "", "fetch pictures that requests name by http(s) URL"),
     _option("retain_seconds", read_seconds, None, DOOR, "SECONDS", "forget ended jobs and their media after this time"),
     _option("retain_count", read_integer, 10_000, DOOR, "N", "ended jobs kept with their media; the oldest go first"),
-    _option("retain_bytes", read_size, None, DOOR, "SIZE", "media kept of ended jobs, e.g. 100GiB; the oldest go first"),
+    _option(
+        "retain_bytes", read_size, None, DOOR, "SIZE", "media kept of ended jobs, e.g. 100GiB; the oldest go first"
+    ),
 )
 """All serving options, in the order in which the help shows them."""
 

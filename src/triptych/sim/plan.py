@@ -33,6 +33,12 @@ class Plan:
     cancels: float = 0.0
     steps: int = 4
     step_seconds: float = 0.1
+    checkpoint_interval: float = 0.0
+    """Of denoisers; 0: they make none."""
+    resumable: float = 1.0
+    """Chance that a denoising stage can give a checkpoint at the time."""
+    preemptions: float = 0.0
+    """Chance that a client pauses and resumes a request, and that it is moved while it runs."""
     stage_seconds: float = 0.1
     """Of an encoder or decoder stage."""
 
@@ -49,7 +55,9 @@ class Plan:
     crashes: int = 0
     freezes: int = 0
     departures: int = 0
-    """Instances that say goodbye and come back as another life."""
+    """Instances that are asked to stop and come back as another life."""
+    drain_seconds: float = 3.0
+    """How long such an instance may take to leave; 0: at once."""
     server_restarts: int = 0
     unjournalled: float = 0.0
     """Chance that a lease or a finished stage is missing in the journal after a restart."""
@@ -85,7 +93,12 @@ class Plan:
             store_failure=sometimes(0.2, 0.2),
             crashes=random.choice((0, 0, 1, 2, 4)),
             freezes=random.choice((0, 0, 1, 2)),
-            departures=random.choice((0, 0, 0, 1)),
+            departures=random.choice((0, 0, 0, 1, 3)),
             server_restarts=random.choice((0, 0, 0, 1, 2)),
             unjournalled=sometimes(0.3, 0.5),
+            steps=random.choice((2, 4, 12)),
+            checkpoint_interval=random.choice((0.0, 0.05, 0.3)),
+            resumable=random.choice((1.0, 1.0, 0.5, 0.0)),
+            preemptions=sometimes(0.4, 0.5),
+            drain_seconds=random.choice((0.0, 0.5, 3.0)),
         )

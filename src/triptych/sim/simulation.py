@@ -11,7 +11,15 @@ from collections import Counter
 from functools import partial
 from random import Random
 
-from triptych.core.events import CancelRequest, JobView, Received, Submit
+from triptych.core.events import (
+    CancelRequest,
+    JobView,
+    MigrateRequest,
+    PauseRequest,
+    Received,
+    ResumeRequest,
+    Submit,
+)
 from triptych.core.states import IllegalTransition
 from triptych.ids import Epoch, InstanceId, RequestId
 from triptych.sim.plan import Plan
@@ -101,6 +109,19 @@ class Simulation:
                 cancel = CancelRequest(request=RequestId(name))
                 for _ in range(world.random.choice((1, 2))):
                     world.at(when + world.random.random() * 3.0, partial(self.server.feed, cancel))
+            if world.random.random() < plan.preemptions:
+                self._plan_preemption(RequestId(name), when)
+
+    def _plan_preemption(self, request: RequestId, when: float) -> None:
+        """A request is paused for a while, and moved twice, at any time of its life."""
+        world = self.world
+        moments = sorted(when + world.random.random() * 3.0 for _ in range(2))
+        world.at(moments[0], partial(self.server.feed, PauseRequest(request=request)))
+        # Until it is over: a server that has restarted meanwhile knows nothing of the pause.
+        world.at(moments[1], partial(self.server.feed, ResumeRequest(request=request)))
+        for _ in range(2):
+            moment = when + world.random.random() * 3.0
+            world.at(moment, partial(self.server.feed, MigrateRequest(request=request)))
 
     def _plan_faults(self) -> None:
         world, plan, random = self.world, self.plan, self.world.random
@@ -111,8 +132,7 @@ class Simulation:
             world.at(when + random.choice((0.1, 1.0, 4.0)), victim.start)
         for _ in range(plan.departures):
             leaver, when = random.choice(instances), random.random() * plan.calm_at
-            world.at(when, leaver.leave)
-            world.at(when + random.random() * 2.0, leaver.start)
+            world.at(when, partial(leaver.leave, back_in=random.random() * 2.0))
         for _ in range(plan.freezes):
             sleeper, seconds = random.choice(instances), random.choice((0.5, 2.0, 5.0))
             world.at(random.random() * plan.calm_at, partial(sleeper.freeze, seconds))

@@ -8,15 +8,18 @@ from typing import assert_never
 
 from triptych.core.events import (
     Abort,
+    CheckpointMade,
     ComputeStarted,
     ConnectResults,
     CopiesDropped,
+    CopyKept,
     Count,
     Ended,
     Forget,
     FromServer,
     Halt,
     InstanceEvent,
+    KeepCopy,
     Pulled,
     PullFailed,
     Received,
@@ -27,10 +30,11 @@ from triptych.core.events import (
     StartPull,
     Stepped,
     Stop,
+    Suspend,
     Tick,
 )
 from triptych.core.instance import InstanceMachine
-from triptych.ids import ROLES, CopyId, Epoch, InstanceId, Role
+from triptych.ids import ROLES, CopyId, Epoch, InstanceId, RequestId, Role
 from triptych.sim.world import Message, World
 from triptych.wire.manifest import Manifest
 from triptych.wire.messages import (
@@ -45,6 +49,7 @@ from triptych.wire.messages import (
     Staged,
     StageFailed,
     Stopped,
+    replace,
 )
 from triptych.wire.schema import RequestSchema
 
@@ -72,6 +77,7 @@ class SimInstance:
         self._lives = 0
         self.alive = False
         self._frozen_until = 0.0
+        self._back_in: float | None = None
         self.start()
 
     # -- lives -------------------------------------------------------------------------------------------------------
@@ -106,6 +112,11 @@ class SimInstance:
         """The server life that each lease was begun under."""
         self._inputs: dict[Lease, tuple[Manifest, ...]] = {}
         self._aborted: set[Lease] = set()
+        self._spare: dict[CopyId, None] = {}
+        """Copies that yield to others."""
+        self._resume: dict[Lease, Manifest] = {}
+        self._suspended: set[Lease] = set()
+        self._saved_at = 0.0
         self._copies = 0
         self._timer = float("inf")
         self._line: list[Lease] = []
@@ -117,10 +128,11 @@ class SimInstance:
         self.alive = False
         self._world.note(self.id, "crash")
 
-    def leave(self) -> None:
-        """End this life with a goodbye."""
+    def leave(self, *, back_in: float | None = None) -> None:
+        """End this life in good order; ``back_in`` seconds after that the next one begins."""
         if self.alive:
-            self._feed(Stop(reason="asked to stop"))
+            self._back_in = back_in
+            self._feed(Stop(reason="asked to stop", seconds=self._world.plan.drain_seconds))
 
     def freeze(self, seconds: float) -> None:
         """Neither hear nor say nor do anything for a while."""
@@ -166,15 +178,23 @@ class SimInstance:
                         self._begin()
                 case Abort(lease=lease):
                     self._abort(lease)
+                case Suspend(lease=lease):
+                    self._suspend(lease)
+                case KeepCopy():
+                    self._later(world.around(0.02), partial(self._keep, action))
                 case ReleaseCopies(copies=copies):
                     for copy in copies:
                         self.pool.pop(copy, None)
+                        self._spare.pop(copy, None)
                 case Forget() | ConnectResults() | Count():
                     pass
                 case Halt(error=error):
                     if error is not None:
                         raise world.violation(f"{self.id} halted: {error}")
                     self.alive = False
+                    if self._back_in is not None:
+                        world.after(self._back_in, self.start)
+                        self._back_in = None
                 case _:
                     assert_never(action)
         self._set_timer()
@@ -197,6 +217,9 @@ class SimInstance:
         self.server_of[lease] = self.machine.server_epoch
         self._inputs[lease] = action.inputs
         self._check_inputs(lease, action.inputs)
+        if action.resume is not None:
+            self._check_resume(lease, action.resume)
+            self._resume[lease] = action.resume
         self._later(world.around(0.02), lambda: self._end_pull(lease))
 
     def _check_inputs(self, lease: Lease, inputs: tuple[Manifest, ...]) -> None:
@@ -207,14 +230,31 @@ class SimInstance:
         if made_by != expected or any(manifest.request != lease.request for manifest in inputs):
             raise self._world.violation(f"{lease} got inputs {inputs}")
 
+    def _check_resume(self, lease: Lease, manifest: Manifest) -> None:
+        maker, _, step = manifest.tree.decode().partition(":")
+        fits = lease.role is Role.DENOISER and maker == "checkpoint" and 0 < int(step) < self._world.plan.steps
+        if not fits or manifest.request != lease.request:
+            raise self._world.violation(f"{lease} is to resume from {manifest}")
+
+    def _keep(self, action: KeepCopy) -> None:
+        """Pull a copy to keep it, if it is still there and there is room."""
+        manifest = action.manifest
+        if self._reachable(manifest) and self._make_room(spare=action.spare):
+            mine = self._put(manifest.request, manifest.tree, f"kept.{manifest.copy}", spare=action.spare)
+            self._feed(CopyKept(copy=manifest.copy, manifest=mine))
+
+    def _reachable(self, manifest: Manifest) -> bool:
+        peer = self._peers[manifest.producer]
+        there = peer.alive and peer.epoch == manifest.epoch and manifest.copy in peer.pool
+        return there and not self._world.chance(self._world.plan.pull_failure)
+
     def _end_pull(self, lease: Lease) -> None:
         if lease in self._aborted:
             self._feed(Ended(outcome=self._stopped(lease)))
             return
-        for manifest in self._inputs[lease]:
-            peer = self._peers[manifest.producer]
-            there = peer.alive and peer.epoch == manifest.epoch and manifest.copy in peer.pool
-            if not there or self._world.chance(self._world.plan.pull_failure):
+        resume = (self._resume[lease],) if lease in self._resume else ()
+        for manifest in (*self._inputs[lease], *resume):
+            if not self._reachable(manifest):
                 error = ErrorInfo(code="transfer_failed", message="gone", blame="instance", retryable=True)
                 self._feed(PullFailed(lease=lease, copy=manifest.copy, error=error))
                 return
@@ -226,7 +266,9 @@ class SimInstance:
         world, lease = self._world, self._line[0]
         self._feed(ComputeStarted(lease=lease))
         if lease.role is Role.DENOISER:
-            self._later(world.around(world.plan.step_seconds), lambda: self._step(lease, 1))
+            done = int(self._resume[lease].tree.decode().partition(":")[2]) if lease in self._resume else 0
+            self._saved_at = world.now
+            self._later(world.around(world.plan.step_seconds), lambda: self._step(lease, done + 1))
         else:
             self._later(world.around(world.plan.stage_seconds), lambda: self._end(self._outcome(lease)))
 
@@ -238,8 +280,28 @@ class SimInstance:
         self._feed(Stepped(lease=lease, step=step, steps=world.plan.steps))
         if step == world.plan.steps:
             self._end(self._outcome(lease))
+        elif lease in self._suspended:
+            checkpoint = self._checkpoint(lease, step)
+            self._end(replace(self._stopped(lease), checkpoint=checkpoint, step=step, steps=world.plan.steps))
         else:
+            interval = world.plan.checkpoint_interval
+            if interval and world.now >= self._saved_at + interval:
+                self._saved_at = world.now
+                if (manifest := self._checkpoint(lease, step)) is not None:
+                    self._feed(CheckpointMade(lease=lease, manifest=manifest, step=step, steps=world.plan.steps))
             self._later(world.around(world.plan.step_seconds), lambda: self._step(lease, step + 1))
+
+    def _checkpoint(self, lease: Lease, step: int) -> Manifest | None:
+        able = self._world.random.random() < self._world.plan.resumable
+        if not able or not self._make_room(spare=True):
+            return None
+        return self._put(lease.request, f"checkpoint:{step}".encode(), f"{lease.attempt}@{step}", spare=True)
+
+    def _suspend(self, lease: Lease) -> None:
+        self._suspended.add(lease)
+        if lease in self._line[1:]:
+            self._line.remove(lease)
+            self._later(0.0, lambda: self._feed(Ended(outcome=self._stopped(lease))))
 
     def _abort(self, lease: Lease) -> None:
         self._aborted.add(lease)
@@ -287,25 +349,40 @@ class SimInstance:
         return [after, Role.DECODER] if role is Role.ENCODER and self._world.plan.encoder_feeds_decoder else [after]
 
     def _stage(self, lease: Lease, consumer: Role) -> Output:
+        self._make_room(spare=False)
+        name = f"{lease.role}.{lease.attempt}>{consumer}"
+        return Output(consumer=consumer, manifest=self._put(lease.request, lease.role.encode(), name, spare=False))
+
+    def _make_room(self, *, spare: bool) -> bool:
+        """Drop what yields, oldest first; whether one more copy fits then."""
         plan = self._world.plan
         while self.pool and (len(self.pool) + 1) * plan.copy_bytes > plan.pool_bytes:
-            oldest = next(iter(self.pool))
+            if spare and not self._spare:
+                return False
+            oldest = next(iter(self._spare or self.pool))
             del self.pool[oldest]
+            self._spare.pop(oldest, None)
             self._later(0.0, partial(self._feed, CopiesDropped(copies=(oldest,))))
+        return True
+
+    def _put(self, request: RequestId, tree: bytes, name: str, *, spare: bool) -> Manifest:
+        plan = self._world.plan
         manifest = Manifest(
-            copy=CopyId(f"{self.epoch}:{lease.request}/{lease.role}.{lease.attempt}>{consumer}#{self._copies}"),
-            request=lease.request,
+            copy=CopyId(f"{self.epoch}:{request}/{name}#{self._copies}"),
+            request=request,
             producer=self.id,
             epoch=self.epoch,
             nbytes=plan.copy_bytes,
             checksum=0,
             tensors=(),
-            tree=lease.role.encode(),
+            tree=tree,
             locators=(),
         )
         self._copies += 1
         self.pool[manifest.copy] = manifest
-        return Output(consumer=consumer, manifest=manifest)
+        if spare:
+            self._spare[manifest.copy] = None
+        return manifest
 
     def _stopped(self, lease: Lease) -> Stopped:
         return Stopped(instance=self.id, epoch=self.epoch, server_epoch=None, lease=lease)

@@ -5,6 +5,7 @@ Between two steps it looks at what has come in and at who was cancelled, so noth
 
 from __future__ import annotations
 
+import threading
 import time
 from collections import deque
 from collections.abc import Callable
@@ -14,10 +15,22 @@ from queue import SimpleQueue
 import torch
 
 from triptych.core.events import ComputeStarted, Ended, Stepped
+from triptych.errors import StageError
 from triptych.ids import Role
-from triptych.pipeline.stage import RolePipeline, StageResult, StageRun
+from triptych.pipeline.stage import Resumable, RolePipeline, StageResult, StageRun
+from triptych.transport.data.protocol import Payload
 from triptych.worker.failure import failed, stopped
-from triptych.worker.jobs import Close, ComputeJob, Identity, Loaded, MediaJob, Post, StageJob, Ticket
+from triptych.worker.jobs import (
+    CheckpointJob,
+    Close,
+    ComputeJob,
+    Identity,
+    Loaded,
+    MediaJob,
+    Post,
+    StageJob,
+    Ticket,
+)
 from triptych.worker.threads import WorkerThread
 
 
@@ -31,14 +44,19 @@ class _Running:
     """Output format that the request asked for."""
     seconds: float
     """Time spent on it so far, without the turns of others."""
-    step: int = 0
+    step: int
+    saved_at: float
+    """When its last checkpoint was taken, or it began; seconds of `time.monotonic`."""
+    saving: threading.Event | None = None
+    """Set once its last checkpoint is staged."""
 
 
 class ComputeThread(WorkerThread[ComputeJob]):
     """Runs stages of one pipeline on one device.
 
     ``load`` brings the pipeline into memory, in this thread. A finished stage goes on to ``stage`` (state for the
-    next role) or ``encode`` (clips). ``max_running`` stages interleave.
+    next role) or ``encode`` (clips). ``max_running`` stages interleave. Every ``checkpoint_interval`` seconds (0:
+    never) a denoising stage that can gives a checkpoint to ``stage``.
     """
 
     def __init__(
@@ -47,15 +65,17 @@ class ComputeThread(WorkerThread[ComputeJob]):
         load: Callable[[], RolePipeline],
         device: str,
         max_running: int,
+        checkpoint_interval: float = 0.0,
         identity: Identity,
         post: Callable[[Post], None],
-        stage: Callable[[StageJob], None],
+        stage: Callable[[StageJob | CheckpointJob], None],
         encode: Callable[[MediaJob], None],
     ) -> None:
         super().__init__("compute", post)
         self._load = load
         self._device = torch.device(device)
         self._max_running = max_running
+        self._checkpoint_interval = checkpoint_interval
         self._identity = identity
         self._stage = stage
         self._encode = encode
@@ -103,7 +123,7 @@ class ComputeThread(WorkerThread[ComputeJob]):
         return True
 
     def _drop_cancelled(self) -> None:
-        for job in [j for j in self._waiting if j.ticket.cancelled.is_set()]:
+        for job in [j for j in self._waiting if j.ticket.cancelled.is_set() or j.ticket.suspended.is_set()]:
             self._waiting.remove(job)
             self._post(Ended(outcome=stopped(self._identity, job.ticket.lease)))
 
@@ -114,16 +134,27 @@ class ComputeThread(WorkerThread[ComputeJob]):
         try:
             self._own(job)
             run = pipeline.start(lease.role, job.params, [(p.tree, p.tensors) for p in job.inputs], job.images)
+            if job.resume is not None:
+                _restore(run, job.resume)
         except Exception as error:
             self._fail(job.ticket, error)
             return
         wanted = job.params.get("output_format")
-        seconds = time.perf_counter() - begun
-        self._running.appendleft(_Running(ticket=job.ticket, run=run, wanted=wanted, seconds=seconds))
+        self._running.appendleft(
+            _Running(
+                ticket=job.ticket,
+                run=run,
+                wanted=wanted,
+                seconds=time.perf_counter() - begun,
+                step=run.step,
+                saved_at=time.monotonic(),
+            )
+        )
 
     def _own(self, job: ComputeJob) -> None:
         """Tell the allocator that this thread's stream reads the inputs, which another stream brought."""
-        for tensor in (t for p in job.inputs for t in p.tensors if t.is_cuda):
+        payloads = job.inputs if job.resume is None else (*job.inputs, job.resume)
+        for tensor in (t for p in payloads for t in p.tensors if t.is_cuda):
             tensor.record_stream(torch.cuda.current_stream(self._device))
 
     def _turn(self, running: _Running) -> None:
@@ -132,6 +163,9 @@ class ComputeThread(WorkerThread[ComputeJob]):
         if ticket.cancelled.is_set():
             running.run.cancel()
             self._post(Ended(outcome=stopped(self._identity, ticket.lease)))
+            return
+        if ticket.suspended.is_set():
+            self._suspend(running)
             return
         begun = time.perf_counter()
         try:
@@ -147,8 +181,46 @@ class ComputeThread(WorkerThread[ComputeJob]):
             self._post(Stepped(lease=ticket.lease, step=running.step, steps=running.run.steps))
         if result is None:
             self._running.append(running)
+            self._save_if_due(running)
         else:
             self._hand_on(running, result)
+
+    def _save_if_due(self, running: _Running) -> None:
+        interval = self._checkpoint_interval
+        if not interval or running.ticket.lease.role is not Role.DENOISER:
+            return
+        if time.monotonic() < running.saved_at + interval or not (running.saving is None or running.saving.is_set()):
+            return
+        running.saved_at = time.monotonic()
+        if (job := self._checkpoint(running, last=False)) is not None:
+            running.saving = job.saved
+            self._stage(job)
+
+    def _suspend(self, running: _Running) -> None:
+        """Stop a run for good, with a checkpoint if it can give one."""
+        job = self._checkpoint(running, last=True)
+        running.run.cancel()
+        if job is None:
+            self._post(Ended(outcome=stopped(self._identity, running.ticket.lease)))
+        else:
+            self._stage(job)
+
+    def _checkpoint(self, running: _Running, *, last: bool) -> CheckpointJob | None:
+        """What the stage thread has to save; None when there is nothing to save or the run cannot be continued."""
+        run = running.run
+        if not isinstance(run, Resumable):
+            return None
+        try:
+            frozen = run.checkpoint()
+            if self._device.type == "cuda":
+                torch.cuda.current_stream(self._device).synchronize()  # another stream will read it
+        except torch.OutOfMemoryError:
+            return None
+        if frozen is None:
+            return None
+        tree, tensors = frozen
+        payload = Payload(tree=tree, tensors=tensors)
+        return CheckpointJob(ticket=running.ticket, frozen=payload, step=run.step, steps=run.steps, last=last)
 
     def _hand_on(self, running: _Running, result: StageResult) -> None:
         ticket, seconds = running.ticket, running.seconds
@@ -184,3 +256,9 @@ class ComputeThread(WorkerThread[ComputeJob]):
         if self._device.type == "cuda":
             return f"{self._device} {torch.cuda.get_device_name(self._device)}"
         return str(self._device)
+
+
+def _restore(run: StageRun, resume: Payload) -> None:
+    if not isinstance(run, Resumable):
+        raise StageError("a run of this pipeline cannot resume from a checkpoint", retryable=True)
+    run.restore(resume.tree, resume.tensors)

@@ -23,6 +23,7 @@ from triptych.core.events import (
     Halt,
     InstanceAction,
     InstanceEvent,
+    KeepCopy,
     Pulled,
     PullFailed,
     ReleaseCopies,
@@ -31,12 +32,13 @@ from triptych.core.events import (
     StartCompute,
     StartPull,
     Stop,
+    Suspend,
     Tick,
     Usage,
 )
 from triptych.core.instance import InstanceMachine
 from triptych.transport.control.instance import InstanceControl
-from triptych.transport.data.protocol import DataPlane, Payload
+from triptych.transport.data.protocol import DataPlane
 from triptych.wire.messages import Finished, FromInstance, Lease
 from triptych.worker.crew import Crew
 from triptych.worker.failure import stopped
@@ -44,6 +46,7 @@ from triptych.worker.jobs import (
     ComputeJob,
     Identity,
     InputsReady,
+    KeepJob,
     Loaded,
     MediaReady,
     Post,
@@ -81,7 +84,7 @@ class ControlLoop:
         self._identity = identity
         self._usage = usage
         self._tickets: dict[Lease, Ticket] = {}
-        self._inputs: dict[Lease, tuple[Payload, ...]] = {}
+        self._inputs: dict[Lease, InputsReady] = {}
         """Pulled and not yet given to the compute thread."""
         self._pulled: dict[Lease, Pulled] = {}
         self._files: dict[Lease, tuple[bytes, ...]] = {}
@@ -140,7 +143,7 @@ class ControlLoop:
         if post.ticket.cancelled.is_set():
             self._feed(Ended(outcome=stopped(self._identity, lease)))
             return
-        self._inputs[lease] = post.inputs
+        self._inputs[lease] = post
         self._pulled[lease] = post.pulled
         self._feed(post.pulled)
 
@@ -178,11 +181,17 @@ class ControlLoop:
             case ConnectResults():
                 self._control.connect_results(action.urls)
             case StartPull():
-                self._crew.pull(PullJob(ticket=self._ticket(action.lease), inputs=action.inputs))
+                ticket = self._ticket(action.lease)
+                self._crew.pull(PullJob(ticket=ticket, inputs=action.inputs, resume=action.resume))
             case StartCompute():
                 self._start(action)
             case Abort():
                 self._abort(action.lease)
+            case Suspend():
+                if (ticket := self._tickets.get(action.lease)) is not None:
+                    ticket.suspended.set()
+            case KeepCopy():
+                self._crew.keep(KeepJob(manifest=action.manifest, spare=action.spare))
             case ReleaseCopies():
                 self._plane.release(action.copies)
                 self._crew.room_made()
@@ -202,12 +211,14 @@ class ControlLoop:
         return self._tickets.setdefault(lease, Ticket(lease))
 
     def _start(self, action: StartCompute) -> None:
+        ready = self._inputs.pop(action.lease, None)
         self._crew.compute(
             ComputeJob(
                 ticket=self._ticket(action.lease),
                 params=action.params,
-                inputs=self._inputs.pop(action.lease, ()),
+                inputs=() if ready is None else ready.inputs,
                 images=action.blobs,
+                resume=None if ready is None else ready.resume,
             )
         )
 

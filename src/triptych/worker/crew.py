@@ -11,7 +11,7 @@ from triptych.pipeline.stage import RolePipeline
 from triptych.transport.data.protocol import DataPlane
 from triptych.worker.compute import ComputeThread
 from triptych.worker.encoding import MediaThread
-from triptych.worker.jobs import Close, ComputeJob, Identity, Post, PullJob
+from triptych.worker.jobs import Close, ComputeJob, Identity, KeepJob, Post, PullJob
 from triptych.worker.transfer import PullThread, StageThread
 
 _MOST_PULLERS: Final = 4
@@ -31,6 +31,7 @@ class Crew:
         device: str,
         slots: int,
         max_running: int,
+        checkpoint_interval: float = 0.0,
         plane: DataPlane,
         identity: Identity,
         post: Callable[[Post], None],
@@ -41,12 +42,13 @@ class Crew:
             load=load,
             device=device,
             max_running=max_running,
+            checkpoint_interval=checkpoint_interval,
             identity=identity,
             post=post,
             stage=self._stage.put,
             encode=self._media.put,
         )
-        pulls: SimpleQueue[PullJob | Close] = SimpleQueue()
+        pulls: SimpleQueue[PullJob | KeepJob | Close] = SimpleQueue()
         self._pullers = [
             PullThread(number, plane=plane, device=device, identity=identity, post=post, jobs=pulls)
             for number in range(min(slots, _MOST_PULLERS))
@@ -60,6 +62,10 @@ class Crew:
 
     def pull(self, job: PullJob) -> None:
         """Fetch inputs; the first free puller takes it."""
+        self._pullers[0].put(job)
+
+    def keep(self, job: KeepJob) -> None:
+        """Fetch and stage another instance's copy."""
         self._pullers[0].put(job)
 
     def compute(self, job: ComputeJob) -> None:

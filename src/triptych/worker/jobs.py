@@ -33,6 +33,8 @@ class Ticket:
 
     lease: Lease
     cancelled: threading.Event = field(default_factory=threading.Event)
+    suspended: threading.Event = field(default_factory=threading.Event)
+    """Asks the compute thread, and nobody else, to stop it between two steps and keep what was done."""
 
 
 # -- jobs ---------------------------------------------------------------------------------------------------------
@@ -40,10 +42,19 @@ class Ticket:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class PullJob:
-    """Fetch the inputs of a lease, ahead of its computation."""
+    """Fetch the inputs of a lease, and the checkpoint to go on from, ahead of its computation."""
 
     ticket: Ticket
     inputs: tuple[Manifest, ...]
+    resume: Manifest | None = None
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class KeepJob:
+    """Fetch another instance's copy and stage it here, so that it outlives its maker."""
+
+    manifest: Manifest
+    spare: bool
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -54,6 +65,7 @@ class ComputeJob:
     params: dict[str, Any]
     inputs: tuple[Payload, ...]
     images: tuple[bytes, ...]
+    resume: Payload | None = None
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -63,6 +75,20 @@ class StageJob:
     ticket: Ticket
     outputs: tuple[StageOutput, ...]
     compute_seconds: float
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class CheckpointJob:
+    """Put what a run has done so far into the pool, if there is room to spare."""
+
+    ticket: Ticket
+    frozen: Payload
+    step: int
+    steps: int
+    last: bool
+    """The run was stopped for it: the lease ends with this."""
+    saved: threading.Event = field(default_factory=threading.Event)
+    """Set when it is done with, well or not."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -100,6 +126,7 @@ class InputsReady:
     ticket: Ticket
     inputs: tuple[Payload, ...]
     pulled: Pulled
+    resume: Payload | None = None
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

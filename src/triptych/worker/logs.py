@@ -49,7 +49,7 @@ def outcome_line(outcome: Outcome, pulled: Pulled | None) -> str:
             error = outcome.error
             return f"failed {head} code={error.code} retryable={error.retryable} error={error.message!r}"
         case Stopped():
-            return f"stopped {head}"
+            return f"stopped {head}" + (f" step={outcome.step} checkpoint=yes" if outcome.checkpoint else "")
 
 
 def pull_failed_line(event: PullFailed) -> str:

@@ -52,7 +52,7 @@ def run_instance(config: InstanceConfig) -> int:
     identity = Identity(instance=instance_id(config.roles, host_id(), config.work_url), epoch=new_epoch())
     configure_logging(identity.instance)
     mailbox = Mailbox()
-    on_stop_signals(lambda name: mailbox.post(Stop(reason=name)))
+    on_stop_signals(lambda name: mailbox.post(Stop(reason=name, seconds=config.drain_timeout)))
     control = InstanceControl(
         bind_host=config.transfer.hostname,
         work_port=config.work_port,
@@ -69,6 +69,7 @@ def run_instance(config: InstanceConfig) -> int:
         device=config.torch_device,
         slots=config.slots,
         max_running=config.max_running,
+        checkpoint_interval=config.checkpoint_interval,
         plane=plane,
         identity=identity,
         post=mailbox.post,

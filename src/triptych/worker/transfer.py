@@ -8,6 +8,7 @@ announced may be read, and what was read may be freed, from any other stream.
 from __future__ import annotations
 
 import contextlib
+import logging
 import threading
 import time
 from collections.abc import Callable, Generator, Sequence
@@ -16,13 +17,23 @@ from typing import Final
 
 import torch
 
-from triptych.core.events import Ended, Pulled, PullFailed
-from triptych.errors import PoolFull, TooLarge
+from triptych.core.events import CheckpointMade, CopyKept, Ended, Pulled, PullFailed
+from triptych.errors import PoolFull, TooLarge, TransferError
 from triptych.ids import CopyId
 from triptych.transport.data.protocol import DataPlane, Payload
-from triptych.wire.messages import Output, Staged
+from triptych.wire.manifest import Manifest
+from triptych.wire.messages import Output, Staged, replace
 from triptych.worker.failure import error_info, failed, stopped
-from triptych.worker.jobs import Close, Identity, InputsReady, Post, PullJob, StageJob
+from triptych.worker.jobs import (
+    CheckpointJob,
+    Close,
+    Identity,
+    InputsReady,
+    KeepJob,
+    Post,
+    PullJob,
+    StageJob,
+)
 from triptych.worker.threads import WorkerThread
 
 _PULL_SECONDS: Final = 10.0
@@ -31,6 +42,8 @@ _PULL_BYTES_PER_SECOND: Final = 10e6
 
 _ROOM_SECONDS: Final = 30.0
 """How long a finished stage waits for room in the pool before it is given up."""
+
+log = logging.getLogger(__name__)
 
 _CANCEL_CHECK_SECONDS: Final = 0.05
 
@@ -47,8 +60,11 @@ def side_stream(device: torch.device) -> Generator[Callable[[], None]]:
         yield stream.synchronize
 
 
-class PullThread(WorkerThread[PullJob]):
-    """Pulls the inputs of leases, while the compute thread works on others. Several may share one ``jobs`` queue."""
+class PullThread(WorkerThread[PullJob | KeepJob]):
+    """Pulls the inputs of leases, and copies to keep, while the compute thread works on others.
+
+    Several may share one ``jobs`` queue.
+    """
 
     def __init__(
         self,
@@ -58,7 +74,7 @@ class PullThread(WorkerThread[PullJob]):
         device: str,
         identity: Identity,
         post: Callable[[Post], None],
-        jobs: SimpleQueue[PullJob | Close],
+        jobs: SimpleQueue[PullJob | KeepJob | Close],
     ) -> None:
         super().__init__(f"pull-{number}", post)
         self._jobs = jobs
@@ -73,18 +89,37 @@ class PullThread(WorkerThread[PullJob]):
         with side_stream(self._device) as self._wait_for_copies:
             super().work()
 
-    def handle(self, job: PullJob) -> None:
+    def handle(self, job: PullJob | KeepJob) -> None:
+        """Bring what the job names."""
+        if isinstance(job, KeepJob):
+            self._keep(job)
+        else:
+            self._bring(job)
+
+    def _keep(self, job: KeepJob) -> None:
+        """Nobody waits for it, so a failure is only logged: the copy stays where it was, or is made anew."""
+        manifest = job.manifest
+        try:
+            pull = self._plane.pull(manifest, deadline=_deadline(manifest), cancelled=lambda: False)
+            kept = self._plane.stage(manifest.request, pull.payload, spare=job.spare)
+            self._wait_for_copies()
+        except TransferError as error:
+            log.warning("not kept for %s: copy=%s %s", manifest.producer, manifest.copy, error.message)
+        else:
+            self._post(CopyKept(copy=manifest.copy, manifest=kept))
+
+    def _bring(self, job: PullJob) -> None:
         """Pull every input, or post which one failed. Cancelled: what is pulled is let go."""
         ticket = job.ticket
         begun = time.monotonic()
         payloads: list[Payload] = []
         nbytes = 0
         planes: set[str] = set()
-        for manifest in job.inputs:
+        for manifest in (*job.inputs, *((job.resume,) if job.resume is not None else ())):
             try:
                 pull = self._plane.pull(
                     manifest,
-                    deadline=time.monotonic() + _PULL_SECONDS + manifest.nbytes / _PULL_BYTES_PER_SECOND,
+                    deadline=_deadline(manifest),
                     cancelled=ticket.cancelled.is_set,
                 )
                 self._wait_for_copies()
@@ -103,11 +138,19 @@ class PullThread(WorkerThread[PullJob]):
         pulled = Pulled(
             lease=ticket.lease, seconds=time.monotonic() - begun, nbytes=nbytes, plane="+".join(sorted(planes))
         )
-        self._post(InputsReady(ticket=ticket, inputs=tuple(payloads), pulled=pulled))
+        resume = payloads.pop() if job.resume is not None else None
+        self._post(InputsReady(ticket=ticket, inputs=tuple(payloads), pulled=pulled, resume=resume))
 
 
-class StageThread(WorkerThread[StageJob]):
-    """Puts finished outputs into the pool; on a GPU with copies on a stream of its own, beside the next computation."""
+def _deadline(manifest: Manifest) -> float:
+    return time.monotonic() + _PULL_SECONDS + manifest.nbytes / _PULL_BYTES_PER_SECOND
+
+
+class StageThread(WorkerThread[StageJob | CheckpointJob]):
+    """Puts finished outputs and checkpoints into the pool.
+
+    On a GPU it copies on a stream of its own, beside the next computation.
+    """
 
     def __init__(self, *, plane: DataPlane, device: str, identity: Identity, post: Callable[[Post], None]) -> None:
         super().__init__("stage", post)
@@ -127,7 +170,34 @@ class StageThread(WorkerThread[StageJob]):
         with side_stream(self._device) as self._wait_for_copies:
             super().work()
 
-    def handle(self, job: StageJob) -> None:
+    def handle(self, job: StageJob | CheckpointJob) -> None:
+        """Stage what the job holds."""
+        if isinstance(job, CheckpointJob):
+            self._save(job)
+        else:
+            self._stage_outputs(job)
+
+    def _save(self, job: CheckpointJob) -> None:
+        """Stage a checkpoint if there is room; without it the stage is only repeated from its beginning."""
+        lease = job.ticket.lease
+        manifest = None
+        try:
+            if not job.ticket.cancelled.is_set():
+                manifest = self._plane.stage(lease.request, job.frozen, spare=True)
+                self._wait_for_copies()
+        except TransferError as error:
+            log.warning("no checkpoint request=%s step=%d: %s", lease.request, job.step, error.message)
+        finally:
+            job.saved.set()
+        if job.last:
+            outcome = stopped(self._identity, lease)
+            if manifest is not None:
+                outcome = replace(outcome, checkpoint=manifest, step=job.step, steps=job.steps)
+            self._post(Ended(outcome=outcome))
+        elif manifest is not None:
+            self._post(CheckpointMade(lease=lease, manifest=manifest, step=job.step, steps=job.steps))
+
+    def _stage_outputs(self, job: StageJob) -> None:
         """Stage all outputs or none."""
         lease = job.ticket.lease
         begun = time.monotonic()

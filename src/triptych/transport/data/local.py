@@ -42,12 +42,12 @@ class LocalPlane:
         with _planes_lock:
             _planes[epoch] = self
 
-    def stage(self, request: RequestId, payload: Payload) -> Manifest:
+    def stage(self, request: RequestId, payload: Payload, *, spare: bool = False) -> Manifest:
         """Keep a copy of the payload. Raises `TooLarge` or `PoolFull`."""
         entries, nbytes = layout.plan(payload.tensors)
         copy = CopyId(f"{self._epoch}.{next(self._numbers)}")
         with self._lock:
-            self._pool.stage(copy, nbytes)
+            self._pool.stage(copy, nbytes, spare=spare)
             self._forget_gone()
         tensors = _clone(payload.tensors)
         manifest = Manifest(

@@ -153,7 +153,7 @@ class PooledPlane:
 
     # -- staging -----------------------------------------------------------------------------------------------
 
-    def stage(self, request: RequestId, payload: Payload) -> Manifest:
+    def stage(self, request: RequestId, payload: Payload, *, spare: bool = False) -> Manifest:
         """Copy the payload into the pool and describe it. Raises `TooLarge` or `PoolFull`.
 
         Tensors on a GPU are read on the calling thread's current stream, which is waited for.
@@ -161,7 +161,7 @@ class PooledPlane:
         entries, nbytes = layout.plan(payload.tensors)
         copy = CopyId(f"{self._epoch}.{next(self._numbers)}")
         with self._lock:
-            block = self._pool.stage(copy, nbytes)
+            block = self._pool.stage(copy, nbytes, spare=spare)
             self._forget_gone()
         try:
             memory = self._segment.memory[block.offset : block.offset + nbytes]

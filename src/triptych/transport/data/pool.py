@@ -4,9 +4,9 @@ The pool has two arenas. Outputs are staged in the first; the second is a reserv
 that an instance whose pool is full of outputs can still receive, finish, and thereby free room elsewhere. A receive
 that does not fit the reserve may use the first arena too, and like a stage it may drop retained copies to get room.
 
-A block's life: staged blocks are *pinned* while someone writes or reads them, else *retained* and droppable, oldest
-first. Received blocks are freed when their bytes have been copied out, or *quarantined* when a transfer into them was
-given up but may still write: they return only when it is certain to be over.
+A block's life: staged blocks are *pinned* while someone writes or reads them, else *retained* and droppable, spare ones
+before the others, oldest first. Received blocks are freed when their bytes have been copied out, or *quarantined* when
+a transfer into them was given up but may still write: they return only when it is certain to be over.
 """
 
 from __future__ import annotations
@@ -89,6 +89,8 @@ class _Staged:
     block: Block | None
     """None for a copy of no bytes."""
     pins: int
+    spare: bool
+    """Dropped before those that are not."""
     released: bool = False
     """Released while pinned: freed at the last unpin."""
 
@@ -123,8 +125,9 @@ class Pool:
 
     # -- staged copies -----------------------------------------------------------------------------------------
 
-    def stage(self, copy: CopyId, nbytes: int) -> Block:
-        """Room for a copy, pinned once until `unpin`. Drops retained copies, oldest first, when it must.
+    def stage(self, copy: CopyId, nbytes: int, *, spare: bool = False) -> Block:
+        """Room for a copy, pinned once until `unpin`. Drops retained copies when it must: spare ones first, and for a
+        ``spare`` copy none but those.
 
         Raises `TooLarge` when it can never fit and `PoolFull` when it does not fit now; then nothing was dropped.
         """
@@ -132,15 +135,15 @@ class Pool:
         if size > self._stage.size:
             raise TooLarge(f"a handoff of {nbytes} bytes does not fit a transfer pool that stages {self._stage.size}")
         if not size:
-            self._staged[copy] = _Staged(None, pins=1)
+            self._staged[copy] = _Staged(None, pins=1, spare=spare)
             return Block(0, 0)
-        block = self._take_or_drop(size)
+        block = self._take_or_drop(size, spare_only=spare)
         if block is None:
             raise PoolFull(
                 f"no room for a handoff of {nbytes} bytes: {self._stage.free_bytes} of {self._stage.size} bytes of the "
                 "transfer pool are free, and what could be dropped does not make enough room in one piece"
             )
-        self._staged[copy] = _Staged(block, pins=1)
+        self._staged[copy] = _Staged(block, pins=1, spare=spare)
         return block
 
     def pin(self, copy: CopyId) -> Block | None:
@@ -217,25 +220,26 @@ class Pool:
 
     # -- pressure ----------------------------------------------------------------------------------------------
 
-    def _take_or_drop(self, size: int) -> Block | None:
+    def _take_or_drop(self, size: int, *, spare_only: bool = False) -> Block | None:
         block = self._stage.take(size)
         if block is not None:
             return block
-        victims = self._victims(size)
+        victims = self._victims(size, spare_only=spare_only)
         for copy in victims:
             self._forget(copy)
             self._dropped.append(copy)
         return self._stage.take(size) if victims else None
 
-    def _victims(self, size: int) -> tuple[CopyId, ...]:
-        """The fewest oldest unpinned copies whose going makes ``size`` bytes in one piece; none if none do.
+    def _victims(self, size: int, *, spare_only: bool) -> tuple[CopyId, ...]:
+        """The fewest oldest unpinned copies whose going makes ``size`` bytes in one piece, spare ones first; none if
+        none do.
 
         Tried on a copy of the books, so that a request that cannot be met costs nobody their output.
         """
         trial = self._stage.clone()
         victims: list[CopyId] = []
-        for copy, staged in self._staged.items():
-            if staged.pins or staged.block is None:
+        for copy, staged in sorted(self._staged.items(), key=lambda item: not item[1].spare):
+            if staged.pins or staged.block is None or (spare_only and not staged.spare):
                 continue
             trial.give(staged.block)
             victims.append(copy)

@@ -42,9 +42,9 @@ class DataPlane(Protocol):
     """Names of the planes that its copies can be pulled by, best first."""
     pool_bytes: int
 
-    def stage(self, request: RequestId, payload: Payload) -> Manifest:
+    def stage(self, request: RequestId, payload: Payload, *, spare: bool = False) -> Manifest:
         """Copy the payload into the pool and describe it. The copy stays until `release` or until dropped under
-        pressure (oldest unpinned first).
+        pressure (oldest unpinned first). A ``spare`` copy is dropped before all others and displaces only its like.
 
         Raises `TooLarge` with both sizes when it can never fit, `PoolFull` when there is no room at present.
         """
