@@ -15,6 +15,9 @@ from triptych.ids import ROLES, Role
 
 MIB = 1 << 20
 
+KEY_PREFIX = "sha256:"
+"""What the digest of an API key begins with."""
+
 METRICS_OFFSET = 10_000
 """From a task port to the port of its metrics."""
 
@@ -214,6 +217,10 @@ class ServerConfig:
     """Requests that wait or run at the same time; more are put off with 429."""
     task_ports: tuple[int, int, int] | None = None
     """HTTP ports on which a task comes in three posts, to encoder, transformer and decoder; metrics lie 10000 above."""
+    api_keys: tuple[str, ...] = ()
+    """Digests (``sha256:`` and 64 hex digits) of the keys of the HTTP door; without any, it is open to everybody."""
+    max_concurrency_per_key: int | None = None
+    """Requests of one key that wait or run at the same time; more are put off with 429."""
     input_root: Path | None = None
     """Folder from which requests may name pictures by path; None: by no path."""
     allow_image_urls: bool = False
@@ -232,6 +239,7 @@ class ServerConfig:
             raise ConfigError(f"port={self.port} collides with the scheduler ports {self.scheduler_port} to +3")
         _positive(self, "run_timeout", "queue_timeout", "retained_jobs", "max_upload_bytes", "max_live_requests")
         self._check_task_ports()
+        self._check_keys()
         if self.retained_seconds is not None:
             _positive(self, "retained_seconds")
         if self.retained_bytes is not None:
@@ -246,6 +254,17 @@ class ServerConfig:
         """Every port that answers HTTP: the door's own, then the task ports, then those of their metrics."""
         tasks = self.task_ports or ()
         return (self.port, *tasks, *(port + METRICS_OFFSET for port in tasks))
+
+    def _check_keys(self) -> None:
+        for digest in self.api_keys:
+            if not (digest.startswith(KEY_PREFIX) and len(digest) == len(KEY_PREFIX) + 64):
+                raise ConfigError("api-key: must be the digest of a key, sha256: and 64 hex digits")
+        if self.max_concurrency_per_key is not None:
+            _positive(self, "max_concurrency_per_key")
+            if not self.api_keys:
+                raise ConfigError(
+                    f"max-concurrency-per-key={self.max_concurrency_per_key}: needs API keys, --api-key or --api-key-file"
+                )
 
     def _check_task_ports(self) -> None:
         for port in self.task_ports or ():

@@ -20,11 +20,12 @@ from triptych.transport.control.instance import InstanceControl
 from triptych.transport.control.keys import Keys, load_keys, make_keys
 from triptych.transport.control.server import Inbound, ServerControl
 from triptych.wire.codec import encode_batch
-from triptych.wire.messages import Goodbye, Lease, Started, ToInstance, Unknown
+from triptych.wire.messages import Ack, Goodbye, Lease, Started, ToInstance, Unknown
 
 HOST = "127.0.0.1"
 WAIT = 20.0
 UNKNOWN = Unknown(server_epoch=Epoch("s"), epoch=Epoch("e"))
+ACK = Ack(server_epoch=Epoch("s"), epoch=Epoch("e"), leases=())
 GOODBYE = Goodbye(instance=InstanceId("i"), epoch=Epoch("e"), server_epoch=None, reason="a secret word")
 STARTED = Started(
     instance=InstanceId("i"), epoch=Epoch("e"), server_epoch=None, lease=Lease(RequestId("r"), Role.ENCODER, 0)
@@ -115,9 +116,9 @@ def test_with_keys_everything_goes_both_ways(house: House) -> None:
         instance.report(role, GOODBYE, (b"film",))
         instance.flush()
         assert until(server.receive, f"a result of {role}") == [Inbound(message=GOODBYE, blobs=(b"film",))]
-    server.send_work(house.work_url, UNKNOWN, (b"picture",))
+    server.send_work(house.work_url, ACK, (b"picture",))
     server.flush()
-    assert polled(instance) == [(UNKNOWN, (b"picture",))]
+    assert polled(instance) == [(ACK, (b"picture",))]
     assert server.dropped == {}
     assert instance.dropped == {}
 
@@ -146,11 +147,11 @@ def test_only_the_server_gives_an_instance_work(house: House, who: str) -> None:
             mine = house.instance_keys
             keys = Keys(public=mine.public, secret=mine.secret, peer=mine.public)
     stranger = house.stranger(zmq.PUSH, house.work_port, keys)
-    stranger.send_multipart([encode_batch([UNKNOWN]), b"from a stranger"])
+    stranger.send_multipart([encode_batch([ACK]), b"from a stranger"])
     until(lambda: instance.dropped.get("unknown_peer"), "the stranger to be counted")
-    server.send_work(house.work_url, UNKNOWN)
+    server.send_work(house.work_url, ACK)
     server.flush()
-    assert polled(instance) == [(UNKNOWN, ())]
+    assert polled(instance) == [(ACK, ())]
 
 
 def test_an_instance_tells_an_impostor_nothing(house: House, tmp_path: Path) -> None:

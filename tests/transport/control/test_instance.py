@@ -15,11 +15,12 @@ from triptych.ids import ROLES, Epoch, InstanceId, RequestId, Role
 from triptych.transport.control.instance import InstanceControl
 from triptych.transport.control.server import Inbound, ServerControl
 from triptych.wire.codec import encode_batch
-from triptych.wire.messages import Goodbye, Lease, Started, Unknown
+from triptych.wire.messages import Ack, Goodbye, Lease, Started, Unknown
 
 HOST = "127.0.0.1"
 WAIT = 10.0
 UNKNOWN = Unknown(server_epoch=Epoch("s"), epoch=Epoch("e"))
+ACK = Ack(server_epoch=Epoch("s"), epoch=Epoch("e"), leases=())
 GOODBYE = Goodbye(instance=InstanceId("i"), epoch=Epoch("e"), server_epoch=None, reason="stopped")
 STARTED = Started(
     instance=InstanceId("i"), epoch=Epoch("e"), server_epoch=None, lease=Lease(RequestId("r"), Role.ENCODER, 0)
@@ -46,7 +47,7 @@ def test_a_busy_work_port_is_named() -> None:
             InstanceControl(bind_host=HOST, work_port=port, server_addr=f"tcp://{HOST}:1")
 
 
-@pytest.mark.parametrize("addr", ["127.0.0.1:5555", "tcp://127.0.0.1", "http://127.0.0.1:5555"])
+@pytest.mark.parametrize("addr", ["127.0.0.1:5555", "tcp://127.0.0.1", "http://127.0.0.1:5555", "tcp://[::1:5555", "tcp://h:x"])
 def test_a_server_address_that_is_none_is_named(addr: str, free_port: Callable[[], int]) -> None:
     with pytest.raises(ConfigError, match="disagg-server-addr"):
         InstanceControl(bind_host=HOST, work_port=free_port(), server_addr=addr)
@@ -99,6 +100,18 @@ def test_a_report_before_the_welcome_is_a_counted_drop(join: Join, free_port: Ca
     assert instance.dropped == {"report": 1}
 
 
+def test_a_result_address_that_is_none_is_a_counted_drop_and_changes_nothing(join: Join, server: Server) -> None:
+    control, port = server
+    instance, _ = join(port)
+    instance.connect_results({Role.ENCODER: f"tcp://{HOST}:{port + 1}"})
+    for url in ("local", "tcp://[::1", "tcp://h:0", "tcp://h:x", ""):
+        instance.connect_results({Role.ENCODER: url})
+    assert instance.dropped == {"report": 5}
+    instance.report(Role.ENCODER, STARTED)
+    instance.flush()
+    assert [inbound.message for inbound in receive(control)] == [STARTED]
+
+
 def test_talking_to_a_server_that_never_comes_is_bounded_and_never_blocks(
     join: Join, free_port: Callable[[], int]
 ) -> None:
@@ -141,15 +154,15 @@ def test_a_malformed_frame_of_work_is_a_counted_drop(join: Join, free_port: Call
     context = zmq.Context()
     hostile = context.socket(zmq.PUSH)
     hostile.connect(work_url)
-    for frames in ([b"\xc1"], [encode_batch([GOODBYE])], [encode_batch([UNKNOWN, UNKNOWN]), b"blob"]):
+    for frames in ([b"\xc1"], [encode_batch([GOODBYE])], [encode_batch([ACK, ACK]), b"blob"], [encode_batch([UNKNOWN])]):
         hostile.send_multipart(frames)
-    hostile.send_multipart([encode_batch([UNKNOWN])])
+    hostile.send_multipart([encode_batch([ACK])])
     got = []
     deadline = time.monotonic() + WAIT
     while not got and time.monotonic() < deadline:
         got = instance.poll(0.2)
-    assert got == [(UNKNOWN, ())]
-    assert instance.dropped == {"work": 3}
+    assert got == [(ACK, ())]
+    assert instance.dropped == {"work": 4}
     context.destroy(linger=0)
 
 

@@ -27,13 +27,15 @@ from triptych.transport.control.sockets import (
     open_socket,
 )
 from triptych.wire.codec import decode_to_instance
-from triptych.wire.messages import FromInstance, ToInstance
+from triptych.wire.messages import DrainStatus, FromInstance, Refused, ToInstance, Unknown, Welcome
 
 POLL_LIMIT = 256
 """ZMQ messages taken from each socket in one `InstanceControl.poll`."""
 CLOSE_LINGER_MS = 250
 """How long `InstanceControl.close` may take to get the last messages, such as a goodbye, out."""
 
+_OF_MEMBERSHIP = (Welcome, Refused, Unknown, DrainStatus)
+"""What only the line to the server's frontend may bring; everything else comes to the work port."""
 _WILDCARD_HOSTS = ("0.0.0.0", "*", "::")
 
 Delivery = tuple[ToInstance, tuple[bytes, ...]]
@@ -109,6 +111,10 @@ class InstanceControl:
             messages = decode_to_instance(batch)
             if blobs and len(messages) != 1:
                 raise WireError(f"{len(blobs)} raw frames with a batch of {len(messages)} messages")
+            for message in messages:
+                # Whoever reaches the work port must not be able to say where our results go, or to turn us away.
+                if isinstance(message, _OF_MEMBERSHIP) is not (where == "member"):
+                    raise WireError(f"a {type(message).__name__} belongs on the other socket")
         except WireError as error:
             self._drops.add(where, error)
             return
@@ -118,16 +124,26 @@ class InstanceControl:
         """Push results to these addresses from now on; what waited for others is discarded.
 
         A wildcard address, which a server bound to all interfaces may announce, means the host that the frontend
-        was reached under. Raises `ConfigError` for an address that is no ``tcp://host:port``.
+        was reached under. With an address among them that is no ``tcp://host:port`` nothing changes but the count of
+        drops.
         """
-        parsed = {role: parse_tcp_url(f"result url of {role}", url) for role, url in urls.items()}
+        try:
+            parsed = {role: parse_tcp_url(f"result url of {role}", url) for role, url in urls.items()}
+        except ConfigError as error:
+            self._drops.add("report", error)
+            return
         for role, (host, port) in parsed.items():
             if self._result_urls.get(role) == urls[role]:
                 continue
             if role in self._results:
                 self._results.pop(role).sock.close()
             host = self._server_host if host in _WILDCARD_HOSTS else host
-            self._results[role] = self._connect(zmq.PUSH, host, port, max_bytes=RESULT_MAX_BYTES, hwm=RESULT_HWM)
+            try:
+                line = self._connect(zmq.PUSH, host, port, max_bytes=RESULT_MAX_BYTES, hwm=RESULT_HWM)
+            except zmq.ZMQError as error:
+                self._drops.add("report", f"result url of {role}: {urls[role]!r}: {error.strerror}")
+            else:
+                self._results[role] = line
         for role in self._results.keys() - parsed.keys():
             self._results.pop(role).sock.close()
         self._result_urls = dict(urls)
