@@ -104,7 +104,18 @@ def slot_of(entry: JournalEntry) -> int:
         case LeaseGranted():
             return TRANSIENT_SLOT
         case StageDone():
-            return TRANSIENT_SLOT + 1 + ROLES.index(entry.lease.role)
+            return _stage_slot(entry.lease.role)
+
+
+def displaced_by(entry: JournalEntry) -> int | None:
+    """Another place whose entry means nothing any more: a stage that is leased again is not done."""
+    if isinstance(entry, LeaseGranted) and entry.lease.attempt > 1:
+        return _stage_slot(entry.lease.role)
+    return None
+
+
+def _stage_slot(role: Role) -> int:
+    return TRANSIENT_SLOT + 1 + ROLES.index(role)
 
 
 SLOTS = range(TRANSIENT_SLOT + 1 + len(ROLES))
@@ -123,7 +134,6 @@ class History:
         self.deleting = False
         self._attempt = 1
         self._clocks = (0.0, 0.0)
-        self._timings: dict[Role, StageTiming] = {}
 
     def add(self, entry: JournalEntry) -> None:
         """Take the next entry."""
@@ -136,9 +146,7 @@ class History:
                 self.lease = entry
                 self._at(entry)
             case StageDone():
-                role = entry.lease.role
-                self.stages[role] = entry
-                self._timings[role] = entry.timing
+                self.stages[entry.lease.role] = entry
                 if self.lease is not None and self.lease.lease == entry.lease:
                     self.lease = None
                 self._at(entry)
@@ -171,8 +179,8 @@ class History:
             waited=waited,
             ran=ran,
             holder=None if lease is None else lease.instance,
-            done=tuple(self.stages[role] for role in ROLES if role in self.stages),
-            timings=self._kept_timings(),
+            done=self._done(),
+            timings=self._timings(),
         )
 
     def ended(self) -> Finish:
@@ -190,13 +198,16 @@ class History:
             waiting_seconds=waited,
             running_seconds=ran,
             error=None,
-            timings=self._kept_timings(),
+            timings=self._timings(),
         )
         at = self.accepted.created_at if self.stored is None else self.stored.stored_at
         return Finish(view=view, started_at=None, completed_at=at)
 
-    def _kept_timings(self) -> tuple[StageTiming, ...]:
-        return tuple(self._timings[role] for role in ROLES if role in self._timings)
+    def _done(self) -> tuple[StageDone, ...]:
+        return tuple(self.stages[role] for role in ROLES if role in self.stages)
+
+    def _timings(self) -> tuple[StageTiming, ...]:
+        return tuple(stage.timing for stage in self._done())
 
 
 def replay(entries: Iterable[JournalEntry]) -> dict[RequestId, History]:

@@ -23,7 +23,16 @@ from pathlib import Path
 
 import msgspec
 
-from triptych.core.journal import ENDED_SLOT, SLOTS, TRANSIENT_SLOT, Accepted, JournalEntry, request_of, slot_of
+from triptych.core.journal import (
+    ENDED_SLOT,
+    SLOTS,
+    TRANSIENT_SLOT,
+    Accepted,
+    JournalEntry,
+    displaced_by,
+    request_of,
+    slot_of,
+)
 from triptych.errors import ConfigError, StorageFailed, StorageFull, TriptychError
 from triptych.ids import RequestId
 
@@ -44,6 +53,7 @@ CREATE TABLE IF NOT EXISTS entries (
 """
 _INSERT = "INSERT OR REPLACE INTO entries VALUES (?, ?, ?, ?)"
 _TRIM = f"DELETE FROM entries WHERE request = ? AND slot >= {TRANSIENT_SLOT}"
+_DISPLACE = "DELETE FROM entries WHERE request = ? AND slot = ?"
 _PURGE = "DELETE FROM entries WHERE request = ?"
 _ORPHANS = "DELETE FROM entries WHERE request NOT IN (SELECT request FROM entries WHERE slot = 0)"
 
@@ -56,6 +66,7 @@ class _Row:
     request: RequestId
     slot: int
     body: bytes
+    displaced: int | None
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,17 +92,21 @@ class _Notes:
     """Notes that are not written yet."""
 
     rows: dict[tuple[RequestId, int], _Row] = field(default_factory=dict[tuple[RequestId, int], _Row])
+    displaced: dict[tuple[RequestId, int], None] = field(default_factory=dict[tuple[RequestId, int], None])
     trims: dict[RequestId, None] = field(default_factory=dict[RequestId, None])
     purges: dict[RequestId, None] = field(default_factory=dict[RequestId, None])
 
     def __bool__(self) -> bool:
-        return bool(self.rows or self.trims or self.purges)
+        return bool(self.rows or self.displaced or self.trims or self.purges)
 
     def add(self, row: _Row) -> None:
         """Take a row, which replaces the one before it."""
         key = (row.request, row.slot)
         self.rows.pop(key, None)  # replaced at its new place, because order matters
         self.rows[key] = row
+        if row.displaced is not None:
+            self.rows.pop((row.request, row.displaced), None)
+            self.displaced[row.request, row.displaced] = None
         if row.slot == ENDED_SLOT:
             self._drop(row.request, TRANSIENT_SLOT)
             self.trims[row.request] = None
@@ -252,6 +267,7 @@ class Journal:
         try:
             database.execute("BEGIN IMMEDIATE")
             database.executemany(_PURGE, [(request,) for request in notes.purges])
+            database.executemany(_DISPLACE, list(notes.displaced))
             database.executemany(_TRIM, [(request,) for request in notes.trims])
             database.executemany(_INSERT, [(r.request, r.slot, number + i, r.body) for i, r in enumerate(rows)])
             database.execute("COMMIT")
@@ -274,7 +290,7 @@ class Journal:
 
 
 def _row(entry: JournalEntry) -> _Row:
-    return _Row(request_of(entry), slot_of(entry), _encoder.encode(entry))
+    return _Row(request_of(entry), slot_of(entry), _encoder.encode(entry), displaced_by(entry))
 
 
 def _settle(futures: Iterable[asyncio.Future[None]], error: TriptychError | None) -> None:

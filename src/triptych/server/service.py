@@ -15,7 +15,17 @@ from prometheus_client import CollectorRegistry
 
 import triptych
 from triptych.config import ServerConfig
-from triptych.core.events import CancelRequest, Count, JobState, JobView, LeaseGranted, StageDone, Submit
+from triptych.core.events import (
+    CancelRequest,
+    Count,
+    JobState,
+    JobView,
+    LeaseGranted,
+    PauseRequest,
+    ResumeRequest,
+    StageDone,
+    Submit,
+)
 from triptych.core.journal import Accepted, Deleting, Finish, Stored
 from triptych.core.router import Router
 from triptych.core.states import TERMINAL
@@ -243,6 +253,23 @@ class DiffusionService:
         if not entry.ended:
             self._live_shell().feed(CancelRequest(request=id))
             await self._archive.settle()
+        return self._record(entry)
+
+    def pause(self, id: RequestId) -> JobRecord:
+        """Have the job wait until `resume`, a denoising one from the next step on; its clocks stand still meanwhile.
+
+        Nothing happens when it has ended. A restart of the server forgets the pause. Raises `NotFound`.
+        """
+        entry = self._records.get(id)
+        if not entry.ended:
+            self._live_shell().feed(PauseRequest(request=id))
+        return self._record(entry)
+
+    def resume(self, id: RequestId) -> JobRecord:
+        """Let a paused job go on, from the step that it has reached if it can. Raises `NotFound`."""
+        entry = self._records.get(id)
+        if not entry.ended:
+            self._live_shell().feed(ResumeRequest(request=id))
         return self._record(entry)
 
     async def delete(self, id: RequestId) -> JobRecord:

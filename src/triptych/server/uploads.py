@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import os
 from collections.abc import Container, Sequence
+from contextlib import suppress
 from pathlib import Path
 
 import msgspec
@@ -44,7 +45,8 @@ class Uploads:
             part.replace(path)
             sync_folder(self._folder)
         except OSError as error:
-            part.unlink(missing_ok=True)
+            with suppress(OSError):
+                part.unlink(missing_ok=True)
             if error.errno in NO_ROOM:
                 raise StorageFull(f"no room for uploaded images in {self._folder}; free some space there") from error
             raise StorageFailed(f"uploaded images cannot be kept in {self._folder}: {error}") from error

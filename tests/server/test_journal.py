@@ -1,0 +1,256 @@
+"""The journal on disk: what was waited for is there after a kill, a full disk refuses and loses nothing."""
+
+from __future__ import annotations
+
+import asyncio
+import shutil
+import sqlite3
+import tempfile
+from collections.abc import Awaitable
+from pathlib import Path
+from typing import Any, TypeVar
+
+import pytest
+from hypothesis import settings
+from hypothesis import strategies as st
+from hypothesis.stateful import Bundle, RuleBasedStateMachine, consumes, precondition, rule
+
+from tests.core.test_journal import ACCEPTED, FILE, granted, staged, view
+from triptych.core.events import JobState
+from triptych.core.journal import Accepted, Finish, History, JournalEntry, Stored, replay, request_of
+from triptych.errors import ConfigError, StorageFailed, StorageFull
+from triptych.ids import RequestId, Role
+from triptych.server.journal import VERSION, Journal
+from triptych.wire.messages import Lease, replace
+
+T = TypeVar("T")
+
+
+def accepted(name: str, **params: Any) -> Accepted:
+    return replace(ACCEPTED, request=RequestId(name), params=params)
+
+
+def told(histories: dict[RequestId, History]) -> dict[RequestId, Any]:
+    """What a server would do with each request."""
+    return {
+        request: (history.restore() if history.live else history.ended(), history.stored)
+        for request, history in histories.items()
+    }
+
+
+def on_disk(folder: Path) -> dict[RequestId, Any]:
+    """What a server would find that starts on a copy of the folder as it is now: as after a kill at this moment."""
+    with tempfile.TemporaryDirectory() as elsewhere:
+        copy = Path(elsewhere) / "state"
+        shutil.copytree(folder, copy)
+        journal = Journal(copy)
+        try:
+            return told(replay(journal.open()))
+        finally:
+            journal.close()
+
+
+@pytest.fixture
+async def journal(tmp_path: Path) -> Any:
+    journal = Journal(tmp_path / "state")
+    assert journal.open() == []
+    journal.start()
+    yield journal
+    await asyncio.to_thread(journal.close)
+
+
+async def test_an_accepted_request_is_on_the_disk_when_accept_returns(journal: Journal, tmp_path: Path) -> None:
+    await journal.accept(accepted("a", prompt="x"))
+    assert list(on_disk(tmp_path / "state")) == ["a"]
+
+
+async def test_many_that_are_accepted_at_once_share_few_commits(
+    journal: Journal, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    commits: list[int] = []
+    original = Journal._commit
+
+    def commit(self: Journal, notes: Any, rows: Any) -> Any:
+        commits.append(len(rows))
+        return original(self, notes, rows)
+
+    monkeypatch.setattr(Journal, "_commit", commit)
+    await asyncio.gather(*(journal.accept(accepted(f"r{i}")) for i in range(200)))
+    assert sum(commits) == 200
+    assert len(commits) < 50
+
+
+async def test_an_ended_request_leaves_no_leases_behind(journal: Journal, tmp_path: Path) -> None:
+    entry = replace(ACCEPTED, request=RequestId("video_1"))
+    await journal.accept(entry)
+    for note in (granted(Role.ENCODER), staged(Role.ENCODER), granted(Role.DENOISER)):
+        journal.note(note)
+    await journal.flush()
+    journal.note(Finish(view=view(JobState.FAILED), started_at=1.0, completed_at=2.0))
+    await journal.flush()
+    shutil.copytree(tmp_path / "state", tmp_path / "copy")
+    with sqlite3.connect(tmp_path / "copy" / "journal.sqlite3") as database:
+        assert database.execute("SELECT slot FROM entries").fetchall() == [(0,), (2,)]
+    database.close()
+
+
+async def test_a_full_disk_refuses_with_507_and_keeps_nothing_of_it(journal: Journal, tmp_path: Path) -> None:
+    await journal.accept(accepted("before"))
+    limit_pages(journal, 0)
+    with pytest.raises(StorageFull, match="state") as caught:
+        await journal.accept(accepted("big", prompt="x" * 100_000))
+    assert caught.value.status == 507
+    assert list(on_disk(tmp_path / "state")) == ["before"]
+    limit_pages(journal, 1000)
+    await journal.accept(accepted("after"))
+    assert list(on_disk(tmp_path / "state")) == ["before", "after"]
+
+
+async def test_notes_that_found_no_room_are_written_once_there_is_some(
+    journal: Journal, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("triptych.server.journal.RETRY_SECONDS", 0.05)
+    entry = replace(ACCEPTED, request=RequestId("video_1"))
+    await journal.accept(entry)
+    limit_pages(journal, 0)
+    files = tuple(replace(FILE, name=f"{i}.mp4") for i in range(2000))
+    journal.note(Stored(request=entry.request, files=files, stored_at=5.0))
+    with pytest.raises(StorageFull):
+        await journal.flush()
+    limit_pages(journal, 10_000)
+    await journal.flush()
+    (finish, stored) = on_disk(tmp_path / "state")[entry.request]
+    assert finish.view.state is JobState.DONE
+    assert len(stored.files) == 2000
+
+
+def limit_pages(journal: Journal, more: int) -> None:
+    """Let the database grow by so many pages and no further: SQLite's own full disk."""
+    database = journal._database
+    assert database is not None
+    (pages,) = database.execute("PRAGMA page_count").fetchone()
+    database.execute(f"PRAGMA max_page_count = {pages + more}")
+
+
+def test_two_servers_cannot_use_one_folder(tmp_path: Path) -> None:
+    first, second = Journal(tmp_path), Journal(tmp_path)
+    first.open()
+    with pytest.raises(ConfigError, match=r"--state-dir .* is in use by another server"):
+        second.open()
+    first.close()
+    second.open()
+    second.close()
+
+
+def test_a_layout_of_another_version_is_refused(tmp_path: Path) -> None:
+    database = sqlite3.connect(tmp_path / "journal.sqlite3")
+    database.execute(f"PRAGMA user_version = {VERSION + 1}")
+    database.close()
+    journal = Journal(tmp_path)
+    with pytest.raises(ConfigError, match=f"layout {VERSION + 1}"):
+        journal.open()
+    journal.close()
+
+
+def test_a_file_that_is_no_journal_is_named(tmp_path: Path) -> None:
+    (tmp_path / "journal.sqlite3").write_bytes(b"not a database" * 1000)
+    journal = Journal(tmp_path)
+    with pytest.raises(StorageFailed, match=r"journal\.sqlite3"):
+        journal.open()
+    journal.close()
+
+
+class JournalMachine(RuleBasedStateMachine):
+    """Random lives of requests against a plain list of what was written."""
+
+    requests: Bundle[RequestId] = Bundle("requests")
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.runner = asyncio.Runner()
+        self.place = tempfile.TemporaryDirectory()
+        self.folder = Path(self.place.name) / "state"
+        self.written: list[JournalEntry] = []
+        self.counter = 0
+        self.attempts: dict[RequestId, int] = {}
+        self.open()
+
+    def open(self) -> None:
+        self.journal = Journal(self.folder)
+        assert told(replay(self.journal.open())) == self.expected()
+        self.runner.run(self._start())
+
+    async def _start(self) -> None:
+        self.journal.start()
+
+    def run(self, work: Awaitable[T]) -> T:
+        async def wait() -> T:
+            return await work
+
+        return self.runner.run(wait())
+
+    def expected(self) -> dict[RequestId, Any]:
+        return told(replay(self.written))
+
+    def note(self, entry: JournalEntry) -> None:
+        self.journal.note(entry)
+        self.written.append(entry)
+
+    @rule(target=requests)
+    def accept(self) -> RequestId:
+        self.counter += 1
+        entry = accepted(f"r{self.counter:04}")
+        self.run(self.journal.accept(entry))
+        self.written.append(entry)
+        self.attempts[entry.request] = 0
+        return entry.request
+
+    @rule(request=requests, role=st.sampled_from(Role))
+    def grant(self, request: RequestId, role: Role) -> None:
+        if self.attempts[request] >= 0:
+            self.attempts[request] += 1
+            lease = Lease(request, role, self.attempts[request])
+            self.note(replace(granted(role), lease=lease))
+
+    @rule(request=requests, role=st.sampled_from((Role.ENCODER, Role.DENOISER)))
+    def stage(self, request: RequestId, role: Role) -> None:
+        if self.attempts[request] > 0:
+            self.note(replace(staged(role), lease=Lease(request, role, self.attempts[request])))
+
+    @rule(request=requests)
+    def store(self, request: RequestId) -> None:
+        if self.attempts[request] >= 0:
+            self.note(Stored(request=request, files=(FILE,), stored_at=7.0))
+
+    @rule(request=requests, state=st.sampled_from((JobState.DONE, JobState.FAILED, JobState.CANCELLED)))
+    def finish(self, request: RequestId, state: JobState) -> None:
+        if self.attempts[request] >= 0:
+            self.attempts[request] = -1
+            ended = replace(view(state), request=request)
+            self.note(Finish(view=ended, started_at=1.0, completed_at=2.0))
+
+    @rule(request=consumes(requests))
+    def purge(self, request: RequestId) -> None:
+        self.journal.purge(request)
+        self.written = [entry for entry in self.written if request_of(entry) != request]
+
+    @precondition(lambda self: self.written)
+    @rule()
+    def be_killed(self) -> None:
+        self.run(self.journal.flush())
+        assert on_disk(self.folder) == self.expected()
+
+    @rule()
+    def restart(self) -> None:
+        self.journal.close()
+        self.open()
+
+    def teardown(self) -> None:
+        self.journal.close()
+        assert on_disk(self.folder) == self.expected()
+        self.runner.close()
+        self.place.cleanup()
+
+
+JournalMachine.TestCase.settings = settings(max_examples=8, stateful_step_count=25, deadline=None)
+TestJournalMachine = JournalMachine.TestCase
