@@ -19,6 +19,7 @@ import httpx
 import psutil
 
 from triptych.launch.ports import free_ports
+from triptych.launch.supervised import ENVIRONMENT
 
 PATIENCE = 120.0
 """Seconds that anything may take on a busy machine before a test gives up."""
@@ -30,6 +31,7 @@ SMALL: dict[str, Any] = {
     "size": "64x64",
     "num_frames": 5,
     "num_inference_steps": 3,
+    "guidance_scale": 3.0,
     "seed": 7,
 }
 """A request that takes a fraction of a second."""
@@ -39,7 +41,7 @@ SHARED_MEMORY = Path("/dev/shm")
 
 def environment() -> dict[str, str]:
     """One thread for each process, whose results then do not depend on who else computes; no network."""
-    return {**os.environ, "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
+    return {**os.environ, "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", ENVIRONMENT: str(os.getpid())}
 
 
 def until(condition: Callable[[], Any], what: str, seconds: float = PATIENCE) -> Any:
@@ -62,8 +64,8 @@ def running(pid: int) -> bool:
 
 
 def segments() -> set[str]:
-    """Names of all shared-memory segments of this machine."""
-    return {path.name for path in SHARED_MEMORY.iterdir()} if SHARED_MEMORY.is_dir() else set()
+    """Names of our shared-memory segments that a process could leave behind; others' come and go meanwhile."""
+    return {path.name for path in SHARED_MEMORY.glob("*triptych*")}
 
 
 class Process:
@@ -75,7 +77,7 @@ class Process:
         with self.log.open("wb") as output:
             self._process = subprocess.Popen(
                 [sys.executable, "-m", "triptych.cli.main", *words],
-                stdin=subprocess.DEVNULL,
+                stdin=subprocess.PIPE,  # with the environment's entry: none outlives a killed test run
                 stdout=output,
                 stderr=subprocess.STDOUT,
                 start_new_session=True,
@@ -104,6 +106,11 @@ class Process:
         """End it as a crash would."""
         self._process.kill()
         self._process.wait()
+        self._hang_up()
+
+    def _hang_up(self) -> None:
+        assert self._process.stdin is not None
+        self._process.stdin.close()
 
     def end(self, seconds: float = 30) -> int | str:
         """Wait for its end; its exit status, or a word when it had to be killed."""
@@ -112,6 +119,8 @@ class Process:
         except subprocess.TimeoutExpired:
             self.kill()
             return f"did not end within {seconds:g} s"
+        finally:
+            self._hang_up()
 
     def stop(self, number: signals.Signals = signals.SIGTERM) -> int | str:
         """Ask it to end and wait for that; its exit status."""

@@ -46,7 +46,7 @@ def stock_frames(pipeline: Any, request: dict[str, Any]) -> np.ndarray[Any, np.d
         height=height,
         num_frames=request["num_frames"],
         num_inference_steps=request["num_inference_steps"],
-        guidance_scale=request.get("guidance_scale", 3.0),
+        guidance_scale=request["guidance_scale"],
         max_sequence_length=64,
         generator=torch.Generator().manual_seed(request["seed"]),
         output_type="pil",
