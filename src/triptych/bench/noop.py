@@ -24,6 +24,7 @@ from triptych.core.events import (
     Halt,
     InstanceAction,
     InstanceEvent,
+    KeepCopy,
     Pulled,
     ReleaseCopies,
     Report,
@@ -31,6 +32,7 @@ from triptych.core.events import (
     StartCompute,
     StartPull,
     Stop,
+    Suspend,
     Tick,
 )
 from triptych.core.instance import InstanceMachine
@@ -217,6 +219,8 @@ class NoopInstance:
             case Halt():
                 self.halted = action
             case ReleaseCopies() | Count():
+                pass
+            case Suspend() | KeepCopy():  # a stage here has no steps to stop between, and a copy no bytes to keep
                 pass
             case _:
                 assert_never(action)

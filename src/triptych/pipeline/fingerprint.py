@@ -9,9 +9,7 @@ from importlib.metadata import version
 import torch
 
 
-def fingerprint(
-    device: str, dtype: torch.dtype, overrides: Mapping[str, str], techniques: Sequence[str] = ()
-) -> str:
+def fingerprint(device: str, dtype: torch.dtype, overrides: Mapping[str, str], techniques: Sequence[str] = ()) -> str:
     """Versions, device, dtype, attention, replaced components and acceleration, and a hash of all at the end."""
     from diffusers.utils.constants import DIFFUSERS_ATTN_BACKEND
 
