@@ -26,7 +26,8 @@ from triptych.pipeline.standin import component_class
 Split = Literal["modular", "replay"]
 
 TESTED = frozenset(
-    {"CogVideoXImageToVideoPipeline", "CogVideoXPipeline", "FluxPipeline", "GlmImagePipeline", "HunyuanVideoPipeline",
+    {"CogVideoXImageToVideoPipeline", "CogVideoXPipeline", "FluxPipeline", "GlmImagePipeline", "HunyuanVideo15Pipeline",
+     "HunyuanVideoPipeline",
      "MochiPipeline", "PixArtSigmaPipeline", "QwenImagePipeline", "SanaPipeline", "StableDiffusionPipeline",
      "StableDiffusionXLPipeline", "StableVideoDiffusionPipeline", "WanImageToVideoPipeline", "WanPipeline",
      "ZImagePipeline"}
