@@ -26,7 +26,7 @@ else:
 
 def opened(arguments: str, *, path: Path | None = None, **env: str) -> str:
     """What comes of opening a plane in a fresh process."""
-    clean = {name: value for name, value in os.environ.items() if not name.startswith("MC_")}
+    clean = {name: value for name, value in os.environ.items() if not name.startswith(("MC_", "MOONCAKE_"))}
     if path is not None:
         clean["PYTHONPATH"] = os.pathsep.join([str(path), clean.get("PYTHONPATH", "")])
     done = subprocess.run(
@@ -54,6 +54,19 @@ def test_an_adapter_that_is_not_there_is_refused_and_not_replaced_by_tcp() -> No
     output = opened("kind='mooncake', ib_device='mlx5_99'")
     assert "refused: Mooncake does not start on 127.0.0.1 over rdma: no RDMA adapter" in output
     assert "mlx5_99" in output
+
+
+def test_rdma_that_the_environment_asks_for_is_not_replaced_by_tcp_either() -> None:
+    output = opened("kind='mooncake'", MOONCAKE_PROTOCOL="rdma")
+    assert "refused: " in output
+    assert "over rdma: no RDMA adapter" in output or "Mooncake found no adapter" in output
+    assert "refused: MOONCAKE_PROTOCOL='efa'" in opened("kind='auto'", MOONCAKE_PROTOCOL="efa")
+
+
+def test_a_local_hostname_of_the_environment_is_what_peers_are_told(tmp_path: Path) -> None:
+    (tmp_path / "mooncake.json").write_text('{"local_hostname": "127.0.0.3", "protocol": "tcp"}')
+    assert "planes: local shm mooncake\n" in opened("kind='auto'", MOONCAKE_CONFIG_PATH=str(tmp_path / "mooncake.json"))
+    assert "planes: shm\n" in opened("kind='shm'", MOONCAKE_PROTOCOL="efa")  # nothing that shared memory reads
 
 
 def test_rdma_and_forced_tcp_contradict_each_other() -> None:

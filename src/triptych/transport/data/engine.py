@@ -28,13 +28,12 @@ import threading
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Any, Literal, Protocol
+from typing import Any, Protocol
 
 import torch
 
 from triptych.errors import ConfigError, TransferError
-
-Transport = Literal["tcp", "rdma"]
+from triptych.transport.data.settings import EngineSettings, Transport
 
 TRANSFER_TIMEOUT_S = 30
 """Seconds after which the engine reports a transfer as failed although it goes on."""
@@ -147,7 +146,7 @@ def load(transport: Transport) -> Any:
             raise ConfigError(f"Mooncake runs over {_loaded[0]} in this process and cannot change to {transport}")
         return _loaded[1]
     if transport == "rdma" and os.environ.get("MC_FORCE_TCP"):
-        raise ConfigError("MC_FORCE_TCP is set in the environment: unset it, or leave out --disagg-ib-device")
+        raise ConfigError("MC_FORCE_TCP is set in the environment: unset it, or do not ask for RDMA")
     if "mooncake.engine" in sys.modules:
         raise ConfigError("mooncake.engine was imported before its settings were made; leave importing it to Triptych")
     os.environ["MC_FORCE_TCP" if transport == "tcp" else "MC_FORCE_HCA"] = "1"
@@ -181,15 +180,17 @@ def _mend(problem: str) -> str:
     return problem
 
 
-def _check_adapters(engine: Any, ib_device: str | None) -> None:
+def _check_adapters(engine: Any, settings: EngineSettings) -> None:
     """Raise `ConfigError` unless the engine has every adapter that was asked for: it takes any other without a word."""
-    if ib_device is None:
+    if settings.transport == "tcp":
         return  # MC_FORCE_TCP leaves no choice
     topology: dict[str, list[list[str]]] = json.loads(str(engine.get_local_topology()))
     found = {name for groups in topology.values() for group in groups for name in group}
-    for wanted in ib_device.split(","):
+    if not found:
+        raise ConfigError("RDMA was asked for, but Mooncake found no adapter")
+    for wanted in settings.devices.split(",") if settings.devices else ():
         if wanted not in found:
-            raise ConfigError(f"--disagg-ib-device {wanted}: Mooncake found {', '.join(sorted(found)) or 'none'}")
+            raise ConfigError(f"RDMA device {wanted}: Mooncake found {', '.join(sorted(found))}")
 
 
 class _Lane:
@@ -252,14 +253,14 @@ class _Lane:
 class Engine:
     """The transfer engine of this process, with ``memory``, uint8 [n] on the CPU, registered for peers to read.
 
-    Peers reach it as ``session``. RDMA when ``ib_device`` names an adapter (or several, by commas), else TCP.
-    Raises `ConfigError` when that cannot be had, or when the process has an engine already.
+    Peers reach it as ``session``. Raises `ConfigError` when that cannot be had, or when the process has an engine
+    already.
     """
 
-    def __init__(self, *, hostname: str, ib_device: str | None, memory: torch.Tensor) -> None:
+    def __init__(self, settings: EngineSettings, memory: torch.Tensor) -> None:
         global _in_use
-        self.transport: Transport = "rdma" if ib_device else "tcp"
-        module = load(self.transport)
+        hostname, transport, devices = settings.hostname, settings.transport, settings.devices
+        module = load(transport)
         with _open_lock:
             if _in_use:
                 raise ConfigError("this process runs a Mooncake Transfer Engine already; there can be one")
@@ -269,14 +270,12 @@ class Engine:
         self._lanes: dict[str, _Lane] = {}
         try:
             self._engine = module.TransferEngine()
-            if self._engine.initialize(hostname, "P2PHANDSHAKE", self.transport, ib_device or "") != 0:
-                what = (
-                    f"no RDMA adapter (--disagg-ib-device {ib_device})"
-                    if ib_device
-                    else "no free port, or no such host"
-                )
-                raise ConfigError(f"Mooncake does not start on {hostname} over {self.transport}: {what}")
-            _check_adapters(self._engine, ib_device)
+            if self._engine.initialize(hostname, "P2PHANDSHAKE", transport, devices or "") != 0:
+                what = "no free port, or no such host"
+                if transport == "rdma":
+                    what = f"no RDMA adapter {devices}" if devices else "no RDMA adapter"
+                raise ConfigError(f"Mooncake does not start on {hostname} over {transport}: {what}")
+            _check_adapters(self._engine, settings)
             if self._engine.register_memory(memory.data_ptr(), memory.numel()) != 0:
                 raise ConfigError(f"disagg-transfer-pool-size={memory.numel()}: Mooncake cannot register the pool")
         except ConfigError:

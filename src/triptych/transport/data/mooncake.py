@@ -19,6 +19,7 @@ from triptych.errors import PoolFull, TransferError
 from triptych.transport.data.carrier import Allocate, within_pool
 from triptych.transport.data.engine import Engine, Outcome, Transfer
 from triptych.transport.data.pool import ALIGNMENT, Block, Pool
+from triptych.transport.data.settings import EngineSettings
 from triptych.transport.data.shm import Segment
 from triptych.transport.host import host_id
 from triptych.wire.manifest import Locator, Manifest
@@ -46,15 +47,13 @@ class MooncakeCarrier:
 
     plane = "mooncake"
 
-    def __init__(
-        self, *, hostname: str, ib_device: str | None, pool: Pool, lock: threading.Lock, segment: Segment
-    ) -> None:
+    def __init__(self, settings: EngineSettings, *, pool: Pool, lock: threading.Lock, segment: Segment) -> None:
         self._pool = pool
         self._lock = lock
         self._segment = segment
         self._base = segment.memory.data_ptr()
         self._chunk_bytes = min(MAX_CHUNK, reserve_bytes(segment.nbytes) // _WINDOW // ALIGNMENT * ALIGNMENT)
-        self._engine = Engine(hostname=hostname, ib_device=ib_device, memory=segment.memory)
+        self._engine = Engine(settings, segment.memory)
 
     def locator(self, offset: int) -> Locator:
         """How a peer finds the copy at ``offset``: the engine's session, and where in our memory the pool starts."""

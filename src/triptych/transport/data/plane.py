@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import logging
+import os
 import threading
 import time
 from collections.abc import Callable, Sequence
@@ -19,6 +20,7 @@ from triptych.transport.data.local import LocalPlane
 from triptych.transport.data.mooncake import MooncakeCarrier, reserve_bytes
 from triptych.transport.data.pool import Pool
 from triptych.transport.data.protocol import DataPlane, Payload, Pull
+from triptych.transport.data.settings import EngineSettings, engine_settings
 from triptych.transport.data.shm import Segment, ShmCarrier
 from triptych.transport.host import host_id
 from triptych.wire.manifest import Locator, Manifest
@@ -40,18 +42,21 @@ def open_plane(config: TransferConfig, instance: InstanceId, epoch: Epoch, devic
     return PooledPlane(config, instance, epoch, pinned=torch.device(device).type == "cuda")
 
 
-def _between_hosts(config: TransferConfig) -> bool:
-    """Whether the Mooncake engine is to be started."""
+def _settings_between_hosts(config: TransferConfig) -> EngineSettings | None:
+    """How the Mooncake engine is to be started; None when it is not to be."""
+    if config.kind not in ("auto", "mooncake"):
+        return None
+    settings = engine_settings(config, os.environ)
     if config.kind == "mooncake" or config.ib_device is not None:
-        return True
-    if config.kind != "auto" or config.hostname in LOOPBACK:
-        return False
+        return settings
+    if settings.hostname in LOOPBACK:
+        return None
     try:
-        engine.load("tcp")
+        engine.load(settings.transport)
     except ConfigError as error:
-        _log.warning("only peers of this host can pull from %s: %s", config.hostname, error)
-        return False
-    return True
+        _log.warning("only peers of this host can pull from %s: %s", settings.hostname, error)
+        return None
+    return settings
 
 
 class OwnCarrier:
@@ -123,7 +128,7 @@ class PooledPlane:
         self._manifests: dict[CopyId, Manifest] = {}
         self._numbers = itertools.count()
         self._closed = False
-        between_hosts = _between_hosts(config)
+        between_hosts = _settings_between_hosts(config)
         self._segment = Segment(config.pool_bytes)
         self._pool = Pool(config.pool_bytes, reserve_bytes(config.pool_bytes) if between_hosts else 0)
         self._carriers: list[Carrier] = []
@@ -134,13 +139,7 @@ class PooledPlane:
                 self._carriers.append(ShmCarrier(self._segment))
             if between_hosts:
                 self._carriers.append(
-                    MooncakeCarrier(
-                        hostname=config.hostname,
-                        ib_device=config.ib_device,
-                        pool=self._pool,
-                        lock=self._lock,
-                        segment=self._segment,
-                    )
+                    MooncakeCarrier(between_hosts, pool=self._pool, lock=self._lock, segment=self._segment)
                 )
         except ConfigError:
             for carrier in self._carriers:
