@@ -202,7 +202,9 @@ class ServerConfig:
     queue_timeout: float = 600.0
     """Seconds of waiting time of a request."""
     output_dir: Path = Path("outputs")
-    """Where finished media files are kept."""
+    """Where finished media files are kept; with ``media_store`` only the latest ones, to be served from here."""
+    media_store: str | None = None
+    """URL of another store for them (``--media-store``), e.g. ``s3://bucket/prefix``; None: ``output_dir`` alone."""
     state_dir: Path | None = None
     """Where accepted jobs are written down, so that they outlive the server (``--state-dir``); None: nowhere."""
     retained_jobs: int = 10_000
@@ -263,7 +265,7 @@ class ServerConfig:
             _positive(self, "max_concurrency_per_key")
             if not self.api_keys:
                 raise ConfigError(
-                    f"max-concurrency-per-key={self.max_concurrency_per_key}: needs API keys, --api-key or --api-key-file"
+                    f"max-concurrency-per-key={self.max_concurrency_per_key}: needs --api-key or a key file"
                 )
 
     def _check_task_ports(self) -> None:

@@ -16,6 +16,7 @@ from triptych.api.files import Files
 from triptych.api.forecast import Forecast
 from triptych.api.gate import Gate, HttpMetrics
 from triptych.api.images import ImageRoutes
+from triptych.api.keys import KeyGuard
 from triptych.api.openapi import describe
 from triptych.api.operations import Operations
 from triptych.api.task_book import TaskBook
@@ -43,6 +44,8 @@ def create_app(service: DiffusionService, config: ServerConfig, *, stopping: Cal
         redoc_url=None,
         redirect_slashes=False,
     )
+    if config.api_keys:
+        app.add_middleware(KeyGuard, digests=config.api_keys)
     app.add_middleware(Gate, max_body=config.max_upload_bytes, metrics=HttpMetrics(service.registry))
     errors.install(app)
     forecast = Forecast()
@@ -59,10 +62,10 @@ def create_app(service: DiffusionService, config: ServerConfig, *, stopping: Cal
     TaskService(context).add_to(app)  # before the tasks: /queue/status is no task
     Tasks(context, book).add_to(app)
     Files(service, book.saved).add_to(app)
-    Operations(service).add_to(app)
+    Operations(service, keys=bool(config.api_keys)).add_to(app)
 
     def openapi() -> dict[str, Any]:
-        return describe(app, service.schema())
+        return describe(app, service.schema(), keys=bool(config.api_keys))
 
     app.openapi = openapi
     return app

@@ -11,14 +11,14 @@ from anyio import to_thread
 from starlette.requests import Request
 
 from triptych.api.body import Body
-from triptych.api.errors import TooBusy
 from triptych.api.idempotency import key_of
+from triptych.api.keys import CALLER
+from triptych.api.limits import Limits
 from triptych.api.orders import Order, Output, accepted, check_handoff, picture_params, read_order
 from triptych.api.ready import need_schema
 from triptych.api.references import References
 from triptych.api.views import metadata_of
 from triptych.config import MIB, ServerConfig
-from triptych.core.states import TERMINAL
 from triptych.errors import BadRequest
 from triptych.ids import RequestId
 from triptych.server.records import JobRecord
@@ -33,7 +33,7 @@ class Desk:
 
     def __init__(self, service: DiffusionService, config: ServerConfig) -> None:
         self._service = service
-        self._most_live = config.max_live_requests
+        self._limits = Limits(service, config)
         self._references = References(config)
         self._pictures: OrderedDict[RequestId, tuple[bytes, ...]] = OrderedDict()
 
@@ -64,22 +64,18 @@ class Desk:
 
         A request with an Idempotency-Key gets the job of that key if there is one. Raises `TooBusy` and `KeyReused`.
         """
-        self._check_room(request)
-        record = await self._service.submit(
-            dict(order.params if params is None else params),
-            output=output,
-            images=order.images,
-            metadata=metadata_of(order) | dict(metadata or {}),
-            idempotency_key=key_of(request, part),
-        )
+        caller: str | None = request.scope.get(CALLER)
+        with self._limits.entering(caller) as enter:
+            record = await self._service.submit(
+                dict(order.params if params is None else params),
+                output=output,
+                images=order.images,
+                metadata=metadata_of(order) | dict(metadata or {}) | ({} if caller is None else {CALLER: caller}),
+                idempotency_key=key_of(request, part),
+            )
+            enter(record.id)
         self._remember(record.id, order.images)
         return record
-
-    def _check_room(self, request: Request) -> None:
-        states = self._service.states()
-        live = sum(count for state, count in states.items() if state not in TERMINAL)
-        if live >= self._most_live:
-            raise TooBusy(f"{live} requests wait or run already, as many as this server takes; try again later")
 
     async def remix(self, source: JobRecord, body: Body) -> Order:
         """The order of ``source`` once more, with the fields of ``body`` in place of its own.

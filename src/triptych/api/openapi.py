@@ -7,6 +7,7 @@ from typing import Any, Final
 from fastapi import FastAPI
 from fastapi.openapi.utils import get_openapi
 
+from triptych.api.keys import OPEN
 from triptych.api.openapi_params import FILE, REFERENCE, nullable, property_of, seconds_schema, size_pattern
 from triptych.api.openapi_tasks import KINDS, UNKNOWN, remix_body, task_body
 from triptych.api.orders import RESPONSE_FORMATS, Output, accepted, model_names, spoken
@@ -29,8 +30,8 @@ _TASK_PATHS: Final[dict[str, Output]] = {
 }
 
 
-def describe(app: FastAPI, schema: RequestSchema | None) -> dict[str, Any]:
-    """The document as of now; request bodies stay open objects until a model is known."""
+def describe(app: FastAPI, schema: RequestSchema | None, *, keys: bool) -> dict[str, Any]:
+    """The document as of now; request bodies stay open objects until a model is known. ``keys``: keys are needed."""
     document = get_openapi(title=app.title, version=app.version, routes=app.routes)
     for operations in document["paths"].values():
         for operation in operations.values():
@@ -50,7 +51,18 @@ def describe(app: FastAPI, schema: RequestSchema | None) -> dict[str, Any]:
         _set_content(document, "/v1/videos/{video_id}/remix", kind, f"Remix{form}", remix_body(schema, form=bool(form)))
     for path in _MEDIA_PATHS:
         _set_media(document["paths"][path]["get"])
+    if keys:
+        _need_keys(document)
     return document
+
+
+def _need_keys(document: dict[str, Any]) -> None:
+    document["components"]["securitySchemes"] = {"key": {"type": "http", "scheme": "bearer"}}
+    body = {"application/json": {"schema": {"$ref": "#/components/schemas/ErrorBody"}}}
+    for path, operations in document["paths"].items():
+        for operation in operations.values() if path not in OPEN else ():
+            operation["security"] = [{"key": []}]
+            operation["responses"]["401"] = {"description": "An API key is needed.", "content": body}
 
 
 def _set_body(document: dict[str, Any], path: str, schema: RequestSchema | None, output: Output) -> None:

@@ -6,11 +6,12 @@ import time
 from typing import Any
 
 import msgspec
-from fastapi import FastAPI
+from fastapi import FastAPI, Request
 from prometheus_client import CONTENT_TYPE_LATEST, generate_latest
 from starlette.responses import JSONResponse, Response
 
 from triptych.api.errors import RETRY_SECONDS, ModelNotFound, error_type
+from triptych.api.keys import CALLER
 from triptych.api.orders import model_names
 from triptych.api.routes import STRICT, errors
 from triptych.api.shapes import ErrorObject, Health, ModelList, NotReadyBody, Ready, ServedModel
@@ -22,8 +23,9 @@ from triptych.wire.schema import RequestSchema
 class Operations:
     """The endpoints that make no media."""
 
-    def __init__(self, service: DiffusionService) -> None:
+    def __init__(self, service: DiffusionService, *, keys: bool) -> None:
         self._service = service
+        self._keys = keys
         self._created = int(time.time())
 
     def add_to(self, app: FastAPI) -> None:
@@ -80,15 +82,19 @@ class Operations:
         """Answers as long as the process does."""
         return Health()
 
-    async def ready(self) -> Response:
-        """200 when every role has an instance, 503 with the reasons otherwise."""
+    async def ready(self, request: Request) -> Response:
+        """200 when every role has an instance, 503 with the reasons otherwise; reasons are for who has a key."""
         readiness = self._service.readiness()
+        reasons = list(readiness.reasons) if self._shows(request) else []
         if readiness.ready:
-            return JSONResponse(Ready(reasons=list(readiness.reasons)).model_dump())
+            return JSONResponse(Ready(reasons=reasons).model_dump())
         error = ErrorObject(
-            message="not ready: " + "; ".join(readiness.reasons), type=error_type(503), param=None, code=NotReady.code
+            message=": ".join(["not ready", *(["; ".join(reasons)] if reasons else [])]),
+            type=error_type(503),
+            param=None,
+            code=NotReady.code,
         )
-        body = NotReadyBody(reasons=list(readiness.reasons), error=error)
+        body = NotReadyBody(reasons=reasons, error=error)
         return JSONResponse(body.model_dump(), status_code=503, headers={"retry-after": RETRY_SECONDS})
 
     async def metrics(self) -> Response:
@@ -98,6 +104,9 @@ class Operations:
     async def server_info(self) -> dict[str, Any]:
         """The server's own view of itself."""
         return self._service.info()
+
+    def _shows(self, request: Request) -> bool:
+        return not self._keys or CALLER in request.scope
 
     def _describe(self, schema: RequestSchema) -> ServedModel:
         names = model_names(schema)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import os
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -156,6 +157,9 @@ def _generate(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("prompt", metavar="PROMPT")
     parser.add_argument("-o", "--output", metavar="FILE", required=True, help="where the video or image is written")
     parser.add_argument("--server", metavar="URL", default=DEFAULT_SERVER, help="default: %(default)s")
+    parser.add_argument(
+        "--api-key", metavar="KEY", default=os.environ.get("TRIPTYCH_API_KEY"), help="default: TRIPTYCH_API_KEY, if set"
+    )
     parser.add_argument("--size", type=parse_size, metavar="WxH", help="default: the model's")
     length = parser.add_mutually_exclusive_group()
     length.add_argument("--seconds", type=parse_positive, metavar="S", help="length of the video")

@@ -20,7 +20,7 @@ def run(args: argparse.Namespace) -> int:
     if still is None and path.suffix.lower() != ".mp4":
         raise ConfigError(f"--output {args.output!r}: must end in .mp4, {', '.join(_STILLS)}")
     path.parent.mkdir(parents=True, exist_ok=True)
-    with Client(args.server) as client, JobBar() as bar:
+    with Client(args.server, api_key=args.api_key) as client, JobBar() as bar:
         if still:
             result = _image(client, args, path, still)
         else:

@@ -27,11 +27,11 @@ class Client:
 
     All calls have a deadline in seconds and raise `RequestRefused`, `ServerUnreachable` or `ClientTimeout`. Further
     keywords (``size``, ``num_frames``, ``num_inference_steps``, ``seed``, ...) go to the server as they are; it refuses
-    what it does not know, and `models` tells what it knows.
+    what it does not know, and `models` tells what it knows. ``api_key`` is for servers that ask for one.
     """
 
-    def __init__(self, base_url: str) -> None:
-        self._http = httpx.Client(base_url=base_url)
+    def __init__(self, base_url: str, *, api_key: str | None = None) -> None:
+        self._http = httpx.Client(base_url=base_url, headers=_headers(api_key))
 
     def __enter__(self) -> Self:
         return self
@@ -149,8 +149,8 @@ class Client:
 class AsyncClient:
     """`Client` for asyncio programs; see there."""
 
-    def __init__(self, base_url: str) -> None:
-        self._http = httpx.AsyncClient(base_url=base_url)
+    def __init__(self, base_url: str, *, api_key: str | None = None) -> None:
+        self._http = httpx.AsyncClient(base_url=base_url, headers=_headers(api_key))
 
     async def __aenter__(self) -> Self:
         return self
@@ -246,6 +246,10 @@ class AsyncClient:
                 return _whole(response, b"")
         except httpx.HTTPError as error:
             raise _failure(error, step, str(self._http.base_url)) from error
+
+
+def _headers(api_key: str | None) -> dict[str, str]:
+    return {} if api_key is None else {"authorization": f"Bearer {api_key}"}
 
 
 def _arguments(call: Call) -> dict[str, Any]:

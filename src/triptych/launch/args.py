@@ -23,7 +23,7 @@ from triptych.config import (
 )
 from triptych.errors import ConfigError
 from triptych.ids import ROLES, Role
-from triptych.launch.options import BY_NAME, OPTIONS, Kind
+from triptych.launch.options import BY_NAME, OPTIONS, Kind, read_key_file
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -64,9 +64,13 @@ class ServerArgs:
     disagg_key_dir: str | None = None
     insecure: bool = False
     output_dir: str = "outputs"
+    media_store: str | None = None
     state_dir: str | None = None
     max_live_requests: int = 1000
     task_ports: tuple[int, int, int] | None = None
+    api_key: tuple[str, ...] = ()
+    api_key_file: str | None = None
+    max_concurrency_per_key: int | None = None
     input_root: str | None = None
     allow_image_urls: bool = False
     retain_seconds: float | None = None
@@ -124,6 +128,7 @@ class ServerArgs:
             Role.DENOISER: self.denoiser_urls,
             Role.DECODER: self.decoder_urls,
         }
+        from_file = () if self.api_key_file is None else read_key_file("--api-key-file", self.api_key_file)
         return ServerConfig(
             host=self.host,
             port=self.port,
@@ -132,9 +137,12 @@ class ServerArgs:
             run_timeout=self.disagg_timeout,
             queue_timeout=self.queue_timeout,
             output_dir=Path(self.output_dir),
+            media_store=self.media_store,
             state_dir=Path(f"{self.output_dir}-state" if self.state_dir is None else self.state_dir),
             max_live_requests=self.max_live_requests,
             task_ports=self.task_ports,
+            api_keys=self.api_key + from_file,
+            max_concurrency_per_key=self.max_concurrency_per_key,
             input_root=None if self.input_root is None else Path(self.input_root),
             allow_image_urls=self.allow_image_urls,
             retained_seconds=self.retain_seconds,

@@ -6,12 +6,14 @@ lacks, and an option that a kind of process does not read is refused for that ki
 
 from __future__ import annotations
 
+import hashlib
 import re
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, Literal, TypeAlias
 
-from triptych.config import MIB, parse_tcp_url
+from triptych.config import KEY_PREFIX, MIB, parse_tcp_url
 from triptych.errors import ConfigError
 from triptych.ids import ROLES, Role
 
@@ -28,6 +30,8 @@ SERVER: frozenset[Kind] = frozenset({"server"})
 INSTANCE: frozenset[Kind] = frozenset({"instance"})
 
 _SIZE = re.compile(r"(\d+)\s*(|B|KiB|MiB|GiB|TiB)")
+_KEY = re.compile(r"[!-~]{8,512}")
+_DIGEST = re.compile(KEY_PREFIX + "[0-9a-f]{64}")
 _UNITS = {"": 1, "B": 1, "KiB": 1 << 10, "MiB": MIB, "GiB": 1 << 30, "TiB": 1 << 40}
 
 
@@ -145,6 +149,35 @@ def read_components(flag: str, value: object) -> dict[str, str]:
     return components
 
 
+def read_keys(flag: str, value: object) -> tuple[str, ...]:
+    """API keys or their digests, as digests: a key itself is held nowhere."""
+    parts: list[object] = [value] if isinstance(value, str) else _sequence(flag, value)
+    return tuple(_digest(flag, part) for part in parts)
+
+
+def read_key_file(flag: str, path: str) -> tuple[str, ...]:
+    """The keys in a file, one on each line; empty lines and those that begin with # are passed over."""
+    try:
+        lines = [line.strip() for line in Path(path).read_text().splitlines()]
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigError(f"{flag} {path!r}: cannot be read: {error}") from error
+    keys = [line for line in lines if line and not line.startswith("#")]
+    if not keys:
+        raise ConfigError(f"{flag} {path!r}: has no key in it")
+    return read_keys(flag, keys)
+
+
+def _digest(flag: str, key: object) -> str:
+    # The value itself is not repeated: errors end in logs.
+    if not isinstance(key, str) or not _KEY.fullmatch(key):
+        raise ConfigError(f"{flag}: a key must have 8 to 512 printable ASCII characters without spaces")
+    if key.startswith(KEY_PREFIX):
+        if not _DIGEST.fullmatch(key):
+            raise ConfigError(f"{flag}: a digest must be {KEY_PREFIX} and 64 lower-case hex digits")
+        return key
+    return KEY_PREFIX + hashlib.sha256(key.encode()).hexdigest()
+
+
 def one_of(*names: str) -> Reader:
     """A reader of one of a few words."""
 
@@ -192,6 +225,8 @@ class Option:
             return [self.flag] if value else []
         if isinstance(value, dict):
             return [word for name, path in value.items() for word in (self.flag, f"{name}={path}")]
+        if isinstance(value, tuple) and self.repeatable:
+            return [word for part in value for word in (self.flag, str(part))]
         if isinstance(value, tuple):
             return [self.flag, ";".join(str(part) for part in value)]
         return [self.flag, str(value)]
@@ -295,11 +330,23 @@ OPTIONS: tuple[Option, ...] = (
     _option("disagg_key_dir", read_path, None, ALL, "DIR", "keys of the control plane, made by `triptych keygen DIR`"),
     _option("insecure", read_switch, False, ALL, "", "allow binding beyond loopback without authentication"),
     _option("output_dir", read_path, "outputs", DOOR, "FOLDER", "where finished media files are kept"),
+    _option("media_store", read_text, None, DOOR, "URL", "keep media in this fsspec store instead: s3://bucket/prefix"),
     _option("state_dir", read_path, None, DOOR, "FOLDER", "journal of accepted jobs; default: output-dir with -state"),
     _option("max_live_requests", read_integer, 1000, DOOR, "N", "requests that wait or run at once; more get 429"),
     _option(
         "task_ports", read_ports, None, DOOR, "E,T,D", "ports for tasks in three posts: ENCODER,TRANSFORMER,DECODER"
     ),
+    _option(
+        "api_key",
+        read_keys,
+        (),
+        DOOR,
+        "KEY",
+        "HTTP API key, or its digest sha256:HEX; may be repeated (a file keeps keys out of process lists)",
+        repeat=True,
+    ),
+    _option("api_key_file", read_path, None, DOOR, "FILE", "file with an HTTP API key, or its digest, on each line"),
+    _option("max_concurrency_per_key", read_integer, None, DOOR, "N", "requests of one API key at once; more get 429"),
     _option("input_root", read_path, None, DOOR, "FOLDER", "folder from which requests may name pictures by path"),
     _option("allow_image_urls", read_switch, False, DOOR, "", "fetch pictures that requests name by http(s) URL"),
     _option("retain_seconds", read_seconds, None, DOOR, "SECONDS", "forget ended jobs and their media after this time"),

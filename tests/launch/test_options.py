@@ -1,0 +1,72 @@
+"""Options whose values are more than a word: API keys, which are held as digests only, and task ports."""
+
+from __future__ import annotations
+
+import hashlib
+from pathlib import Path
+
+import pytest
+
+from triptych.errors import ConfigError
+from triptych.launch.args import ServerArgs
+
+KEY = "a-secret-key"
+DIGEST = "sha256:" + hashlib.sha256(KEY.encode()).hexdigest()
+
+
+def test_a_key_becomes_its_digest_at_once() -> None:
+    args = ServerArgs.from_kwargs(api_key=[KEY, DIGEST])
+    assert args.server_config().api_keys == (DIGEST, DIGEST)
+    assert KEY not in repr(args)
+    assert args.words_for("server") == ["--api-key", DIGEST, "--api-key", DIGEST]
+
+
+def test_keys_come_from_a_file_too(tmp_path: Path) -> None:
+    file = tmp_path / "keys"
+    file.write_text(f"# of the studio\n\n  {KEY}  \n{DIGEST}\n")
+    config = ServerArgs.from_kwargs(api_key="another-key", api_key_file=file).server_config()
+    assert config.api_keys[1:] == (DIGEST, DIGEST)
+    assert len(config.api_keys) == 3
+
+
+@pytest.mark.parametrize("text", ["", "# nothing\n", "short\n", "with spaces in it\n", "sha256:abc0123\n"])
+def test_a_file_without_a_good_key_is_refused(tmp_path: Path, text: str) -> None:
+    file = tmp_path / "keys"
+    file.write_text(text)
+    with pytest.raises(ConfigError, match="--api-key-file"):
+        ServerArgs.from_kwargs(api_key_file=file).server_config()
+
+
+def test_a_file_that_is_not_there_is_named(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="cannot be read"):
+        ServerArgs.from_kwargs(api_key_file=tmp_path / "nothing").server_config()
+
+
+def test_a_refused_key_is_not_repeated() -> None:
+    with pytest.raises(ConfigError) as caught:
+        ServerArgs.from_kwargs(api_key="secret with spaces")
+    assert "secret" not in caught.value.message
+
+
+def test_task_ports_are_three() -> None:
+    args = ServerArgs.from_kwargs(task_ports="8002,8003,8006")
+    assert args.server_config().task_ports == (8002, 8003, 8006)
+    (flag, word) = args.words_for("server")
+    assert ServerArgs.from_kwargs(task_ports=word) == args
+    assert flag == "--task-ports"
+    with pytest.raises(ConfigError, match="three ports"):
+        ServerArgs.from_kwargs(task_ports="8002,8003")
+
+
+def test_limits_and_roots_arrive(tmp_path: Path) -> None:
+    config = ServerArgs.from_kwargs(
+        input_root=tmp_path,
+        allow_image_urls=True,
+        retain_seconds=60,
+        max_live_requests=7,
+        max_concurrency_per_key=3,
+        api_key=KEY,
+    ).server_config()
+    assert config.input_root == tmp_path
+    assert config.allow_image_urls
+    assert (config.retained_seconds, config.max_live_requests, config.max_concurrency_per_key) == (60, 7, 3)
