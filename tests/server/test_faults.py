@@ -20,7 +20,7 @@ from tests.server.house import QUICK, House, until
 from triptych.core.events import JobState, Received, RouterAction, RouterEvent
 from triptych.errors import StorageFull
 from triptych.ids import ROLES, Role
-from triptych.server.media_store import MediaStore
+from triptych.server.media_store import LocalMedia
 from triptych.server.service import DiffusionService
 from triptych.wire.messages import Fetched
 
@@ -231,14 +231,14 @@ async def test_a_full_disk_fails_with_507_and_loses_nothing_that_was_stored(
     await house.ready()
     puppet.hold = frozenset()
     earlier = await house.run("earlier")
-    real_write = MediaStore._write
+    real_write = LocalMedia._write
 
     def no_room(path: Path, data: bytes) -> None:
         real_write(path, data[:1])
         raise OSError(errno.ENOSPC, "No space left on device")
 
     with monkeypatch.context() as disk:
-        disk.setattr(MediaStore, "_write", staticmethod(no_room))
+        disk.setattr(LocalMedia, "_write", staticmethod(no_room))
         disk.setattr(shutil, "disk_usage", lambda _: Usage(100, 100, 0))
         failed = await house.run("too much")
         assert failed.view.state is JobState.FAILED
@@ -258,14 +258,14 @@ async def test_a_request_that_is_deleted_while_its_file_is_written_leaves_no_fil
     house: House, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     writing, go_on = threading.Event(), threading.Event()
-    real_write = MediaStore._write
+    real_write = LocalMedia._write
 
     def slow(path: Path, data: bytes) -> None:
         writing.set()
         assert go_on.wait(30)
         real_write(path, data)
 
-    monkeypatch.setattr(MediaStore, "_write", staticmethod(slow))
+    monkeypatch.setattr(LocalMedia, "_write", staticmethod(slow))
     house.add()
     await house.ready()
     record = await house.service.submit({"prompt": "x"}, output="video")
@@ -280,13 +280,13 @@ async def test_a_request_that_is_deleted_while_its_file_is_written_leaves_no_fil
 
 async def test_the_loop_stays_free_while_a_file_is_written(house: House, monkeypatch: pytest.MonkeyPatch) -> None:
     go_on = threading.Event()
-    real_write = MediaStore._write
+    real_write = LocalMedia._write
 
     def first_one_waits(path: Path, data: bytes) -> None:
         assert not data.startswith(b"slow") or go_on.wait(30)
         real_write(path, data)
 
-    monkeypatch.setattr(MediaStore, "_write", staticmethod(first_one_waits))
+    monkeypatch.setattr(LocalMedia, "_write", staticmethod(first_one_waits))
     puppet = house.add(media=b"slow")
     await house.ready()
     slow = await house.service.submit({"prompt": "slow"}, output="video")

@@ -10,7 +10,7 @@ import xxhash
 
 from triptych.errors import StorageFailed, StorageFull
 from triptych.ids import RequestId
-from triptych.server.media_store import MediaStore
+from triptych.server.media_store import LocalMedia
 from triptych.server.records import IdMint
 from triptych.wire.messages import MediaFile
 
@@ -30,8 +30,8 @@ def media(data: bytes, suffix: str = ".mp4") -> tuple[MediaFile, bytes]:
 
 
 @pytest.fixture
-def store(tmp_path: Path) -> MediaStore:
-    store = MediaStore(tmp_path / "deep" / "outputs")
+def store(tmp_path: Path) -> LocalMedia:
+    store = LocalMedia(tmp_path / "deep" / "outputs")
     store.open()
     return store
 
@@ -41,11 +41,11 @@ def request_id() -> RequestId:
     return IdMint()("video")
 
 
-def names(store: MediaStore) -> list[str]:
+def names(store: LocalMedia) -> list[str]:
     return sorted(p.name for p in store.root.iterdir())
 
 
-def test_one_file_is_named_by_the_job(store: MediaStore, request_id: RequestId) -> None:
+def test_one_file_is_named_by_the_job(store: LocalMedia, request_id: RequestId) -> None:
     (file,) = store.store(request_id, [media(b"film")])
     assert file.path.read_bytes() == b"film"
     assert file.name == f"{request_id}.mp4"
@@ -53,7 +53,7 @@ def test_one_file_is_named_by_the_job(store: MediaStore, request_id: RequestId) 
     assert names(store) == [file.name]
 
 
-def test_several_files_are_numbered_and_removed_together(store: MediaStore, request_id: RequestId) -> None:
+def test_several_files_are_numbered_and_removed_together(store: LocalMedia, request_id: RequestId) -> None:
     files = store.store(request_id, [media(b"a", ".png"), media(b"b", ".png")])
     assert [f.name for f in files] == [f"{request_id}-0.png", f"{request_id}-1.png"]
     store.remove(files)
@@ -62,44 +62,44 @@ def test_several_files_are_numbered_and_removed_together(store: MediaStore, requ
 
 
 @pytest.mark.parametrize("suffix", ["/../../x", ".mp4/", "mp4", ".", "", ".MP4", ".a b", ".toolongsuffix"])
-def test_a_suffix_that_is_none_writes_nothing(store: MediaStore, request_id: RequestId, suffix: str) -> None:
+def test_a_suffix_that_is_none_writes_nothing(store: LocalMedia, request_id: RequestId, suffix: str) -> None:
     with pytest.raises(StorageFailed, match="suffix"):
         store.store(request_id, [media(b"a", suffix)])
     assert names(store) == []
 
 
-def test_an_id_that_was_not_minted_is_never_a_path(store: MediaStore) -> None:
+def test_an_id_that_was_not_minted_is_never_a_path(store: LocalMedia) -> None:
     with pytest.raises(StorageFailed, match="not a job id"):
         store.store(RequestId("../../etc/passwd"), [media(b"a")])
 
 
-def test_damaged_bytes_leave_no_file_of_the_job(store: MediaStore, request_id: RequestId) -> None:
+def test_damaged_bytes_leave_no_file_of_the_job(store: LocalMedia, request_id: RequestId) -> None:
     described, _ = media(b"original")
     with pytest.raises(StorageFailed, match="checksums differ"):
         store.store(request_id, [media(b"good"), (described, b"damaged!")])
     assert names(store) == []
 
 
-def test_half_written_files_of_a_killed_server_are_cleared(store: MediaStore, request_id: RequestId) -> None:
+def test_half_written_files_of_a_killed_server_are_cleared(store: LocalMedia, request_id: RequestId) -> None:
     (kept,) = store.store(request_id, [media(b"film")])
     (store.root / f".{request_id}-9.mp4.part").write_bytes(b"hal")
-    MediaStore(store.root).open()
+    LocalMedia(store.root).open()
     assert names(store) == [kept.name]
 
 
 def test_a_full_disk_is_told_apart_and_recovers(
-    store: MediaStore, request_id: RequestId, monkeypatch: pytest.MonkeyPatch
+    store: LocalMedia, request_id: RequestId, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     (earlier,) = store.store(request_id, [media(b"earlier")])
     full = True
-    real_write = MediaStore._write
+    real_write = LocalMedia._write
 
     def write(path: Path, data: bytes) -> None:
         real_write(path, data[:2] if full else data)
         if full:
             raise OSError(errno.ENOSPC, "No space left on device")
 
-    monkeypatch.setattr(MediaStore, "_write", staticmethod(write))
+    monkeypatch.setattr(LocalMedia, "_write", staticmethod(write))
     with pytest.raises(StorageFull, match=r"\(5 bytes\)") as caught:
         store.store(IdMint()("video"), [media(b"later")])
     assert caught.value.status == 507
@@ -114,4 +114,4 @@ def test_a_full_disk_is_told_apart_and_recovers(
 def test_a_folder_that_cannot_be_made_is_an_error_with_its_path(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("in the way")
     with pytest.raises(StorageFailed, match="file/outputs"):
-        MediaStore(tmp_path / "file" / "outputs").open()
+        LocalMedia(tmp_path / "file" / "outputs").open()

@@ -54,6 +54,14 @@ def derive(path: Path, what: Derivation) -> bytes:
         raise StorageFailed(f"{path.name} cannot be decoded: {error}") from error
 
 
+def _derive(file: StoredFile, what: Derivation) -> bytes:
+    try:
+        path = file.fetch()
+    except FileNotFoundError as error:
+        raise NotFound(f"{file.name} is no longer in the store") from error
+    return derive(path, what)
+
+
 def _middle(container: InputContainer) -> VideoFrame:
     stream = container.streams.video[0]
     target = (stream.start_time or 0) + (stream.duration or 0) // 2
@@ -108,7 +116,7 @@ class Derived:
         async with self._turn:
             data = self._made.pop(key, None)
             if data is None:
-                data = await to_thread.run_sync(derive, file.path, what)
+                data = await to_thread.run_sync(_derive, file, what)
             self._made[key] = data
             while sum(map(len, self._made.values())) > REMEMBERED_BYTES:
                 self._made.popitem(last=False)

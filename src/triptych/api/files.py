@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import re
-from pathlib import Path
 from typing import Literal
 
 from anyio import to_thread
@@ -43,7 +42,7 @@ async def media_response(
     request: Request, file: StoredFile, disposition: Literal["attachment", "inline"]
 ) -> FileResponse:
     """The file as a response to ``request``; raises `NotFound` when it is gone from the store."""
-    status = await to_thread.run_sync(_stat, file.path)
+    status = await to_thread.run_sync(_stat, file)
     if status is None:
         raise NotFound(f"{file.name} is no longer in the store")
     header = request.headers.get("range")
@@ -59,9 +58,9 @@ async def media_response(
     )
 
 
-def _stat(path: Path) -> os.stat_result | None:
+def _stat(file: StoredFile) -> os.stat_result | None:
     try:
-        return path.stat()
+        return file.fetch().stat()
     except FileNotFoundError:
         return None
 

@@ -95,7 +95,7 @@ class ImageRoutes:
         if order.response_format == "url":
             base = str(request.base_url)
             return [ImageData(url=f"{base}v1/files/{file.name}", b64_json=None, revised_prompt=None) for file in files]
-        pixels = [await to_thread.run_sync(file.path.read_bytes) for file in files]
+        pixels = [await to_thread.run_sync(lambda file=file: file.fetch().read_bytes()) for file in files]
         return [ImageData(url=None, b64_json=base64.b64encode(data).decode(), revised_prompt=None) for data in pixels]
 
 

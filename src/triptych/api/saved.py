@@ -107,7 +107,7 @@ class Saved:
         part = target.with_name(f".{file.name}.part")
         part.unlink(missing_ok=True)
         try:
-            os.link(file.path, part)
+            os.link(file.fetch(), part)
         except OSError:  # a file system without links, or another one
             shutil.copyfile(file.path, part)
         part.replace(target)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, cast
 
 from triptych.core.events import JobState, JobView
@@ -80,7 +81,7 @@ def note_of(file: StoredFile) -> FileNote:
 
 def _file(note: FileNote, media: MediaStore) -> StoredFile:
     fields = {name: getattr(note, name) for name in FileNote.__struct_fields__}
-    return StoredFile(path=media.path(note.name), **fields)
+    return media.place(StoredFile(path=Path(note.name), **fields))
 
 
 def _pending(request: RequestId) -> JobView:

@@ -1,29 +1,62 @@
-"""Finished media files in one local folder, named by job id and written so that a reader never sees half a file."""
+"""Where finished media files are kept: the seam, and the store in one local folder.
+
+Files are named by job id and written so that a reader never sees half a file.
+"""
 
 from __future__ import annotations
 
-import errno
 import os
 import re
 import shutil
 from collections.abc import Iterable, Sequence
+from contextlib import suppress
+from dataclasses import replace
 from pathlib import Path
+from typing import Protocol
 
 import xxhash
 
 from triptych.errors import StorageFailed, StorageFull
 from triptych.ids import RequestId
 from triptych.server.records import StoredFile
+from triptych.server.uploads import NO_ROOM
 from triptych.wire.messages import MediaFile
 
 _SUFFIX = re.compile(r"\.[a-z0-9]{1,8}")
 _REQUEST = re.compile(r"(video|image)_[0-9a-f]{32}")
 _PART = ".part"
-_NO_ROOM = (errno.ENOSPC, errno.EDQUOT)
 
 
-class MediaStore:
-    """Blocking; the server calls it in a thread pool. Paths are made of minted ids, never of what a client sent."""
+class MediaStore(Protocol):
+    """Blocking; the server calls it in a thread pool. Names are made of minted ids, never of what a client sent."""
+
+    def open(self) -> None:
+        """Make ready, and clear away what a killed server left half written. Raises `StorageFailed`."""
+        ...
+
+    def check_room(self) -> None:
+        """Raise `StorageFull` while the bytes that did not fit the last time still would not."""
+        ...
+
+    def place(self, file: StoredFile) -> StoredFile:
+        """A file of an earlier life of the server as this store has it."""
+        ...
+
+    def store(self, request: RequestId, files: Sequence[tuple[MediaFile, bytes]]) -> tuple[StoredFile, ...]:
+        """Keep all files of a job, or none of them.
+
+        Raises `StorageFull` when there is no room, and `StorageFailed` for bytes that arrived damaged, a suffix
+        that is none, or a store that cannot be written.
+        """
+        ...
+
+    def remove(self, files: Iterable[StoredFile]) -> None:
+        """Delete files of this store; raises `StorageFailed` for one that is there and cannot be deleted."""
+        ...
+
+
+class LocalMedia:
+    """One folder."""
 
     def __init__(self, root: Path) -> None:
         self.root = root
@@ -50,12 +83,12 @@ class MediaStore:
         """Where a file of that name lies, or would."""
         return self.root / name
 
-    def store(self, request: RequestId, files: Sequence[tuple[MediaFile, bytes]]) -> tuple[StoredFile, ...]:
-        """Write all files of a job, or none of them.
+    def place(self, file: StoredFile) -> StoredFile:
+        """See `MediaStore.place`: the folder may have been moved."""
+        return replace(file, path=self.path(file.name))
 
-        Raises `StorageFull` when there is no room, and `StorageFailed` for bytes that arrived damaged, a suffix
-        that is none, or a folder that cannot be written.
-        """
+    def store(self, request: RequestId, files: Sequence[tuple[MediaFile, bytes]]) -> tuple[StoredFile, ...]:
+        """See `MediaStore.store`."""
         if not _REQUEST.fullmatch(request):
             raise StorageFailed(f"{request!r} is not a job id of this server")
         stored: list[StoredFile] = []
@@ -87,8 +120,9 @@ class MediaStore:
             self._write(part, data)
             part.replace(path)
         except OSError as error:
-            part.unlink(missing_ok=True)
-            if error.errno in _NO_ROOM:
+            with suppress(OSError):
+                part.unlink(missing_ok=True)
+            if error.errno in NO_ROOM:
                 self._wanted = len(data)
                 raise StorageFull(f"no room in {self.root} for {path.name} ({len(data)} bytes)") from error
             raise StorageFailed(f"{path} cannot be written: {error}") from error

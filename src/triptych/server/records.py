@@ -6,9 +6,9 @@ import asyncio
 import os
 import time
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Literal, TypeAlias
+from typing import Any, Literal, Protocol, TypeAlias
 
 from triptych.core.events import JobState, JobView
 from triptych.core.states import TERMINAL, is_running
@@ -18,6 +18,14 @@ from triptych.ids import RequestId
 OutputKind: TypeAlias = Literal["video", "image"]
 
 
+class Source(Protocol):
+    """Brings files of a remote store to the local disk."""
+
+    def fetch(self, name: str) -> None:
+        """Have the file of that name at its path. Blocking. Raises `FileNotFoundError` or `StorageFailed`."""
+        ...
+
+
 @dataclass(frozen=True, kw_only=True, slots=True)
 class StoredFile:
     """A finished media file in the media store."""
@@ -25,6 +33,7 @@ class StoredFile:
     name: str
     """File name inside the store; made of the job's id."""
     path: Path
+    """Where it lies on this machine, once `fetch` was called."""
     mime: str
     suffix: str
     nbytes: int
@@ -33,6 +42,14 @@ class StoredFile:
     frames: int
     fps: float
     """0 for an image."""
+    source: Source | None = field(default=None, compare=False, repr=False)
+    """What fetches it; None when it is local anyway."""
+
+    def fetch(self) -> Path:
+        """Its path, where it lies from now on. Blocking; raises as `Source.fetch` does."""
+        if self.source is not None:
+            self.source.fetch(self.name)
+        return self.path
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -35,7 +35,8 @@ from triptych.server.acceptance import Order, entry_of, note_of, revive
 from triptych.server.archive import Archive, DiskArchive, NoArchive, Remembered
 from triptych.server.idempotency import IdempotencyKey, Keys
 from triptych.server.info import describe_pool
-from triptych.server.media_store import MediaStore
+from triptych.server.media_remote import RemoteMedia
+from triptych.server.media_store import LocalMedia, MediaStore
 from triptych.server.metrics import Gauges, Metrics
 from triptych.server.readiness import Addresses, Readiness, judge
 from triptych.server.records import Entry, IdMint, JobRecord, OutputKind, Records, StoredFile, turn
@@ -68,7 +69,9 @@ class DiffusionService:
         self._config = config
         self._epoch = Epoch(secrets.token_hex(8))
         self._created = time.monotonic()
-        self._media = MediaStore(config.output_dir)
+        self._media: MediaStore = LocalMedia(config.output_dir)
+        if config.media_store is not None:
+            self._media = RemoteMedia(config.media_store, config.output_dir)
         self._archive: Archive = NoArchive() if config.state_dir is None else DiskArchive(config.state_dir)
         self._records = Records(config.retained_jobs, self._forget, retained_bytes=config.retained_bytes)
         self._keys = Keys()

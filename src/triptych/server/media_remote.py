@@ -1,0 +1,143 @@
+"""Finished media in any store that fsspec reaches (S3, GCS, Azure, SFTP), with the latest ones on local disk."""
+
+from __future__ import annotations
+
+import importlib
+import logging
+import threading
+from collections import OrderedDict
+from collections.abc import Callable, Iterable, Sequence
+from contextlib import suppress
+from dataclasses import replace
+from pathlib import Path
+from typing import Any, TypeVar
+
+from triptych.config import MIB
+from triptych.errors import ConfigError, StorageFailed
+from triptych.ids import RequestId
+from triptych.server.media_store import LocalMedia
+from triptych.server.records import StoredFile
+from triptych.wire.messages import MediaFile
+
+log = logging.getLogger(__name__)
+
+CACHE_BYTES = 1024 * MIB
+"""Local copies that are kept to be served; the longest unused goes first."""
+
+T = TypeVar("T")
+
+
+class RemoteMedia:
+    """Blocking, and safe to call from several threads. Credentials and endpoints come from where the store's own tools
+    read them (for S3: ``AWS_ACCESS_KEY_ID``, ``AWS_ENDPOINT_URL`` and their like).
+
+    A job's files are known to nobody before all of them are in the store as a whole.
+    """
+
+    def __init__(self, url: str, cache: Path, *, cache_bytes: int = CACHE_BYTES) -> None:
+        self._url = url.rstrip("/")
+        self._local = LocalMedia(cache)
+        self._cache_bytes = cache_bytes
+        self._cached: OrderedDict[str, int] = OrderedDict()
+        """File name to its size, the latest used last."""
+        self._lock = threading.Lock()
+        self._system: Any = None
+        self._root = ""
+
+    def open(self) -> None:
+        """Reach the store and try that it can be written. Raises `ConfigError` or `StorageFailed`."""
+        self._local.open()
+        try:
+            fsspec: Any = importlib.import_module("fsspec")
+            self._system, self._root = fsspec.core.url_to_fs(self._url)
+        except (ImportError, ValueError) as error:
+            raise ConfigError(
+                f"--media-store {self._url}: {error}; stores need extra packages, e.g. pip install 'triptych[s3]'"
+            ) from error
+        probe = f"{self._root}/.triptych-probe"
+        self._remotely("cannot be written", lambda: self._system.makedirs(self._root, exist_ok=True))
+        self._remotely("cannot be written", lambda: self._system.pipe_file(probe, b"probe"))
+        self._remotely("cannot be deleted from", lambda: self._system.rm_file(probe))
+
+    def check_room(self) -> None:
+        """Raise `StorageFull` while what did not fit on the local disk still would not; remote room is not known."""
+        self._local.check_room()
+
+    def place(self, file: StoredFile) -> StoredFile:
+        """See `MediaStore.place`."""
+        placed = replace(self._local.place(file), source=self)
+        if placed.path.exists():
+            self._keep(placed.name, placed.nbytes)
+        return placed
+
+    def store(self, request: RequestId, files: Sequence[tuple[MediaFile, bytes]]) -> tuple[StoredFile, ...]:
+        """See `MediaStore.store`."""
+        stored = self._local.store(request, files)
+        try:
+            for file in stored:
+                self._upload(file)
+        except BaseException:
+            self._local.remove(stored)
+            for file in stored:
+                with suppress(StorageFailed):
+                    self._delete(file.name)
+            raise
+        return tuple(self.place(file) for file in stored)
+
+    def fetch(self, name: str) -> None:
+        """Have the file of that name on the local disk. Raises `FileNotFoundError` or `StorageFailed`."""
+        path = self._local.path(name)
+        if not path.exists():
+            part = path.with_name(f".{name}.{threading.get_ident()}.part")
+            try:
+                self._remotely(
+                    "cannot be read", lambda: self._system.get_file(self._remote(name), str(part)), absent_is_news=True
+                )
+                part.replace(path)
+            finally:
+                with suppress(OSError):
+                    part.unlink(missing_ok=True)
+        self._keep(name, path.stat().st_size)
+
+    def remove(self, files: Iterable[StoredFile]) -> None:
+        """See `MediaStore.remove`."""
+        gone = tuple(files)
+        for file in gone:
+            self._delete(file.name)
+        self._local.remove(gone)
+        with self._lock:
+            for file in gone:
+                self._cached.pop(file.name, None)
+
+    def _upload(self, file: StoredFile) -> None:
+        remote = self._remote(file.name)
+        self._remotely("cannot be written", lambda: self._system.put_file(str(file.path), remote))
+        size = self._remotely("cannot be read", lambda: self._system.info(remote)["size"])
+        if size != file.nbytes:
+            raise StorageFailed(f"{self._url}/{file.name} has {size} bytes after {file.nbytes} were written")
+
+    def _delete(self, name: str) -> None:
+        with suppress(FileNotFoundError):
+            remote = self._remote(name)
+            self._remotely("cannot be deleted from", lambda: self._system.rm_file(remote), absent_is_news=True)
+
+    def _keep(self, name: str, nbytes: int) -> None:
+        """Note a use, and drop the local copies for which there is no room."""
+        with self._lock:
+            self._cached.pop(name, None)
+            self._cached[name] = nbytes
+            while sum(self._cached.values()) > self._cache_bytes and len(self._cached) > 1:
+                oldest, _ = self._cached.popitem(last=False)
+                with suppress(OSError):
+                    self._local.path(oldest).unlink(missing_ok=True)
+
+    def _remote(self, name: str) -> str:
+        return f"{self._root}/{name}"
+
+    def _remotely(self, what: str, call: Callable[[], T], *, absent_is_news: bool = False) -> T:
+        try:
+            return call()
+        except Exception as error:  # each store has errors of its own; all of them fail the one request at hand
+            if absent_is_news and isinstance(error, FileNotFoundError):
+                raise
+            raise StorageFailed(f"{self._url} {what}: {error}") from error

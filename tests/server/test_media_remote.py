@@ -1,0 +1,137 @@
+"""Media in a remote store: whole files or none, the latest ones on local disk, and a server that uses one."""
+
+from __future__ import annotations
+
+import uuid
+from collections.abc import Iterator
+from pathlib import Path
+
+import fsspec
+import pytest
+from moto.server import ThreadedMotoServer
+
+from tests.server.house import House, until
+from tests.server.test_media_store import media
+from triptych.core.events import JobState
+from triptych.errors import ConfigError, StorageFailed
+from triptych.server.media_remote import RemoteMedia
+from triptych.server.records import IdMint
+
+
+@pytest.fixture(scope="module")
+def s3() -> Iterator[str]:
+    """An S3 server of this process; gives its address."""
+    server = ThreadedMotoServer(port=0)
+    server.start()
+    host, port = server.get_host_and_port()
+    yield f"http://{host}:{port}"
+    server.stop()
+
+
+@pytest.fixture(params=["memory", "s3"])
+def url(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
+    """A fresh place in a store."""
+    if request.param == "memory":
+        return f"memory://{uuid.uuid4().hex}"
+    monkeypatch.setenv("AWS_ACCESS_KEY_ID", "a")
+    monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", "b")
+    monkeypatch.setenv("AWS_DEFAULT_REGION", "us-east-1")
+    monkeypatch.setenv("AWS_ENDPOINT_URL", request.getfixturevalue("s3"))
+    return f"s3://bucket-{uuid.uuid4().hex}/clips"
+
+
+@pytest.fixture
+def store(url: str, tmp_path: Path) -> RemoteMedia:
+    store = RemoteMedia(url, tmp_path / "cache", cache_bytes=20)
+    store.open()
+    return store
+
+
+def remote(url: str) -> set[str]:
+    """Names of what lies in the store."""
+    system, root = fsspec.core.url_to_fs(url)
+    system.invalidate_cache()
+    return {Path(name).name for name in system.ls(root, detail=False)} if system.exists(root) else set()
+
+
+def cached(tmp_path: Path) -> set[str]:
+    return {path.name for path in (tmp_path / "cache").iterdir()}
+
+
+def test_files_are_stored_remotely_served_locally_and_removed_everywhere(
+    store: RemoteMedia, url: str, tmp_path: Path
+) -> None:
+    files = store.store(IdMint()("video"), [media(b"a", ".png"), media(b"bb", ".png")])
+    names = {file.name for file in files}
+    assert remote(url) == cached(tmp_path) == names
+    assert [file.fetch().read_bytes() for file in files] == [b"a", b"bb"]
+    store.remove(files)
+    store.remove(files)
+    assert remote(url) == cached(tmp_path) == set()
+    with pytest.raises(FileNotFoundError):
+        files[0].fetch()
+
+
+def test_local_copies_are_bounded_and_come_back_when_asked_for(store: RemoteMedia, url: str, tmp_path: Path) -> None:
+    mint = IdMint()
+    films = [store.store(mint("video"), [media(b"%d" % i * 8)])[0] for i in range(4)]
+    assert cached(tmp_path) == {films[2].name, films[3].name}
+    assert len(remote(url)) == 4
+    assert films[0].fetch().read_bytes() == b"0" * 8
+    assert cached(tmp_path) == {films[0].name, films[3].name}
+
+
+def test_another_server_with_an_empty_disk_serves_what_is_there(store: RemoteMedia, url: str, tmp_path: Path) -> None:
+    (film,) = store.store(IdMint()("video"), [media(b"film")])
+    other = RemoteMedia(url, tmp_path / "other")
+    other.open()
+    placed = other.place(film)
+    assert placed.path.parent == tmp_path / "other"
+    assert placed.fetch().read_bytes() == b"film"
+
+
+def test_an_upload_that_is_cut_short_leaves_nothing_anywhere(
+    store: RemoteMedia, url: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    system = store._system
+    original = system.put_file
+
+    def short(local: str, name: str, **options: object) -> None:
+        original(local, name, **options)
+        if name.endswith("-1.png"):
+            system.pipe_file(name, b"hal")
+
+    monkeypatch.setattr(system, "put_file", short)
+    with pytest.raises(StorageFailed, match="has 3 bytes after 4 were written"):
+        store.store(IdMint()("image"), [media(b"one", ".png"), media(b"half", ".png")])
+    assert remote(url) == cached(tmp_path) == set()
+
+
+def test_a_store_that_cannot_be_reached_is_told_at_the_start(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"--media-store nonsense://x: .*triptych\[s3\]"):
+        RemoteMedia("nonsense://x", tmp_path).open()
+    blocked = tmp_path / "file"
+    blocked.write_text("in the way")
+    with pytest.raises(StorageFailed, match="file/deeper cannot be written"):
+        RemoteMedia(f"file://{blocked}/deeper", tmp_path / "cache").open()
+
+
+async def test_a_server_keeps_its_media_there_and_a_restarted_one_finds_them(tmp_path: Path) -> None:
+    house = House(tmp_path / "outputs")
+    settings = {"media_store": f"memory://{uuid.uuid4().hex}", "state_dir": tmp_path / "state"}
+    await house.open(**settings)
+    try:
+        house.add()
+        await house.ready()
+        record = await house.run()
+        assert record.view.state is JobState.DONE
+        await house.service.close()
+        record.files[0].path.unlink()
+        await house.open(**settings)
+        (file,) = house.service.get(record.id).files
+        assert file.fetch().read_bytes() == b"film"
+        await house.service.delete(record.id)
+        assert remote(settings["media_store"]) == set()  # type: ignore[arg-type]
+        await until(lambda: not list((tmp_path / "outputs").iterdir()), "the local copy being removed")
+    finally:
+        await house.close()
