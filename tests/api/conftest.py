@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import io
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
 from typing import Any
@@ -242,11 +242,21 @@ def cinema(tmp_path_factory: pytest.TempPathFactory) -> Iterator[House]:
 
 @pytest.fixture(scope="module")
 def make_house(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., AbstractContextManager[House]]:
-    """Opens a live server with the settings of a `ServerConfig` that are given."""
+    """Opens a live server with the settings of a `ServerConfig` that are given.
+
+    ``accepts``: the schema of its model. ``inputs``: files of its input folder.
+    """
 
     @contextmanager
-    def make(**options: Any) -> Iterator[House]:
-        house = House(tmp_path_factory.mktemp("media"), schema(with_count=True), **options)
+    def make(
+        *, accepts: RequestSchema | None = None, inputs: Mapping[str, bytes] | None = None, **options: Any
+    ) -> Iterator[House]:
+        if inputs is not None:
+            options["input_root"] = root = tmp_path_factory.mktemp("inputs")
+            for name, data in inputs.items():
+                (root / name).parent.mkdir(parents=True, exist_ok=True)
+                (root / name).write_bytes(data)
+        house = House(tmp_path_factory.mktemp("media"), accepts or schema(with_count=True), **options)
         house.open()
         try:
             yield house
