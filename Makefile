@@ -10,7 +10,7 @@ READY := $(VENV)/.ready
 # On Linux the default torch of PyPI is a CUDA build of several GB; this index has the CPU build.
 TORCH_INDEX ?= https://download.pytorch.org/whl/cpu
 
-.PHONY: demo test check bench
+.PHONY: demo test check bench fuzz
 
 demo: $(READY)
 	$(BIN)/triptych demo --output outputs/demo.mp4
@@ -23,6 +23,10 @@ check: $(READY)
 	$(BIN)/ruff format --check src tests tools
 	$(BIN)/pyright
 	$(BIN)/python -m pytest -q tests/test_imports.py
+
+# Ten times the hostile frames of a normal test run, at every socket of a server and an instance.
+fuzz: $(READY)
+	TRIPTYCH_FUZZ_FRAMES=200000 $(BIN)/python -m pytest -q tests/e2e/test_fuzz.py --timeout 1200
 
 bench: $(READY)
 	$(BIN)/triptych bench control

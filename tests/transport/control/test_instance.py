@@ -47,7 +47,9 @@ def test_a_busy_work_port_is_named() -> None:
             InstanceControl(bind_host=HOST, work_port=port, server_addr=f"tcp://{HOST}:1")
 
 
-@pytest.mark.parametrize("addr", ["127.0.0.1:5555", "tcp://127.0.0.1", "http://127.0.0.1:5555", "tcp://[::1:5555", "tcp://h:x"])
+@pytest.mark.parametrize(
+    "addr", ["127.0.0.1:5555", "tcp://127.0.0.1", "http://127.0.0.1:5555", "tcp://[::1:5555", "tcp://h:x"]
+)
 def test_a_server_address_that_is_none_is_named(addr: str, free_port: Callable[[], int]) -> None:
     with pytest.raises(ConfigError, match="disagg-server-addr"):
         InstanceControl(bind_host=HOST, work_port=free_port(), server_addr=addr)
@@ -154,7 +156,12 @@ def test_a_malformed_frame_of_work_is_a_counted_drop(join: Join, free_port: Call
     context = zmq.Context()
     hostile = context.socket(zmq.PUSH)
     hostile.connect(work_url)
-    for frames in ([b"\xc1"], [encode_batch([GOODBYE])], [encode_batch([ACK, ACK]), b"blob"], [encode_batch([UNKNOWN])]):
+    for frames in (
+        [b"\xc1"],
+        [encode_batch([GOODBYE])],
+        [encode_batch([ACK, ACK]), b"blob"],
+        [encode_batch([UNKNOWN])],
+    ):
         hostile.send_multipart(frames)
     hostile.send_multipart([encode_batch([ACK])])
     got = []
