@@ -73,6 +73,9 @@ class Video(Shape):
     step: int
     steps: int
     attempt: int
+    resumed_from_step: int
+    """Steps that the latest denoising attempt took over from an interrupted one; 0: it began anew."""
+    paused: bool
     position: int | None
     """Place in the queue, from 0, while waiting for an instance."""
     waiting_seconds: float

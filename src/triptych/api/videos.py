@@ -47,6 +47,8 @@ class Videos:
         for path, handler, method, summary, statuses in (
             ("/v1/videos", self.create, "POST", "Start a video job", CREATE_STATUSES),
             ("/v1/videos/{video_id}/remix", self.remix, "POST", "Make a video once more, changed", CREATE_STATUSES),
+            ("/v1/videos/{video_id}/pause", self.pause, "POST", "Have a video job wait", (400, 404, 500, 503)),
+            ("/v1/videos/{video_id}/resume", self.resume, "POST", "Let a paused job go on", (400, 404, 500, 503)),
             ("/v1/videos", self.page, "GET", "List video jobs", (400, 500)),
             ("/v1/videos/{video_id}", self.retrieve, "GET", "Look at a video job", (400, 404, 500)),
             ("/v1/videos/{video_id}", self.delete, "DELETE", "Cancel and delete a video job", (400, 404, 500)),
@@ -125,6 +127,14 @@ class Videos:
     async def events(self, video_id: str) -> EventStream:
         """The job from now until its end: events queued, stage, step, done and failed."""
         return self._events.respond(self._find(video_id))
+
+    async def pause(self, video_id: str) -> Video:
+        """Stop the job at the next step, or at the end of a stage without steps, until it is resumed."""
+        return self._shown(self._service.pause(self._find(video_id).id))
+
+    async def resume(self, video_id: str) -> Video:
+        """Let the job go on, from the step that it has reached if it can. Jobs that are not paused stay as they are."""
+        return self._shown(self._service.resume(self._find(video_id).id))
 
     async def delete(self, video_id: str) -> VideoDeleted:
         """Stop the job if it is live, and remove it with its file."""

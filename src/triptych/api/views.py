@@ -94,6 +94,8 @@ def video_of(record: JobRecord, kept_seconds: float | None) -> Video:
         step=step,
         steps=steps,
         attempt=view.attempt,
+        resumed_from_step=view.resumed_from_step,
+        paused=view.paused,
         position=view.position,
         waiting_seconds=view.waiting_seconds,
         running_seconds=view.running_seconds,

@@ -7,8 +7,7 @@ owns the model. *Transfer* pulls inputs ahead and stages outputs. *Media* writes
 from __future__ import annotations
 
 import logging
-import sys
-from typing import Final
+from typing import Final, NoReturn
 
 import psutil
 import torch
@@ -44,8 +43,8 @@ EXIT_OPERATOR: Final = 2
 def run_instance(config: InstanceConfig) -> int:
     """Serve the roles of ``config`` until a signal or the server ends it; the exit code of the process.
 
-    To be called from the main thread of a process of its own: it takes over the signals, and where native threads
-    would make the interpreter's own end unsafe it does not return but ends the process itself.
+    To be called from the main thread of a process of its own: it takes over the signals, and once it has begun to
+    serve it does not return but ends the process itself.
 
     Raises `ConfigError` for a port, a key, a plane or a log level that cannot be had.
     """
@@ -88,7 +87,7 @@ def run_instance(config: InstanceConfig) -> int:
             code = loop.run()
     except Exception:
         log.critical("the control thread died", exc_info=True)
-    return _leave(code, mailbox, loop, control, crew, plane)
+    _leave(code, mailbox, loop, control, crew, plane)
 
 
 def _await_model(mailbox: Mailbox) -> Loaded | int:
@@ -155,18 +154,17 @@ def _leave(
     control: InstanceControl,
     crew: Crew,
     plane: DataPlane,
-) -> int:
-    """Say goodbye, end the threads, give the memory back; all of it within a bound."""
+) -> NoReturn:
+    """Say goodbye, end the threads, give the memory back, and end the process; all of it within a bound."""
     guard = exit_by(_LEAVE_SECONDS, code)
     mailbox.attach(None)
     control.close()
     if loop is not None:
         loop.abandon()
-    ended = crew.close(_JOIN_SECONDS)
+    crew.close(_JOIN_SECONDS)
     plane.close()
     guard.cancel()
     log.info("ended with exit code %d", code)
-    # An engine's or a model's native threads abort the process when the interpreter is taken down around them.
-    if not ended or "mooncake.engine" in sys.modules:
-        exit_now(code)
-    return code
+    # The interpreter takes seconds to take the model libraries down, in which whoever restarts us waits; and native
+    # threads of an engine or a model abort the process when it is taken down around them.
+    exit_now(code)
