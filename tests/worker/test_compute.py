@@ -19,7 +19,17 @@ from triptych.transport.data.protocol import Payload
 from triptych.wire.messages import ErrorInfo, Lease, StageFailed, Stopped
 from triptych.wire.schema import RequestSchema
 from triptych.worker.compute import ComputeThread
-from triptych.worker.jobs import ComputeJob, Identity, Loaded, MediaJob, Post, StageJob, ThreadDied, Ticket
+from triptych.worker.jobs import (
+    CheckpointJob,
+    ComputeJob,
+    Identity,
+    Loaded,
+    MediaJob,
+    Post,
+    StageJob,
+    ThreadDied,
+    Ticket,
+)
 
 IDENTITY = Identity(instance=InstanceId("i"), epoch=Epoch("e"))
 SCHEMA = RequestSchema(model="m", pipeline="P", split="modular", task="text-to-video", output="video", params=())
@@ -81,14 +91,15 @@ class ScriptedPipeline:
 class Bench:
     """A running compute thread and what it says."""
 
-    def __init__(self, pipeline: ScriptedPipeline, max_running: int = 1) -> None:
+    def __init__(self, pipeline: ScriptedPipeline, max_running: int = 1, checkpoint_interval: float = 0.0) -> None:
         self.posts: SimpleQueue[Post] = SimpleQueue()
-        self.staged: SimpleQueue[StageJob] = SimpleQueue()
+        self.staged: SimpleQueue[StageJob | CheckpointJob] = SimpleQueue()
         self.encoded: SimpleQueue[MediaJob] = SimpleQueue()
         self.thread = ComputeThread(
             load=lambda: pipeline,
             device="cpu",
             max_running=max_running,
+            checkpoint_interval=checkpoint_interval,
             identity=IDENTITY,
             post=self.posts.put,
             stage=self.staged.put,
@@ -113,8 +124,8 @@ class Bench:
 def bench() -> Iterator[Callable[..., Bench]]:
     benches: list[Bench] = []
 
-    def make(pipeline: ScriptedPipeline, max_running: int = 1) -> Bench:
-        benches.append(Bench(pipeline, max_running))
+    def make(pipeline: ScriptedPipeline, max_running: int = 1, checkpoint_interval: float = 0.0) -> Bench:
+        benches.append(Bench(pipeline, max_running, checkpoint_interval))
         return benches[-1]
 
     yield make
@@ -263,3 +274,121 @@ def test_closing_gives_up_what_is_running(bench: Callable[..., Bench]) -> None:
     assert not at.thread.is_alive()
     assert pipeline.turns == ["a"]
     assert pipeline.memory["a"]() is None
+
+
+# -- checkpoints -----------------------------------------------------------------------------------------------------
+
+
+class ResumableRun(Run):
+    """A run that can be continued; its checkpoint is its step."""
+
+    def checkpoint(self) -> tuple[bytes, tuple[torch.Tensor, ...]] | None:
+        return str(self.step).encode(), (torch.tensor([self.step]),)
+
+    def restore(self, tree: bytes, tensors: Sequence[torch.Tensor]) -> None:
+        if tree == b"broken":
+            raise StageError("not a checkpoint", retryable=True)
+        self.step = int(tensors[0])
+
+
+class ResumablePipeline(ScriptedPipeline):
+    """A pipeline whose runs can be continued."""
+
+    def start(
+        self,
+        role: Role,
+        params: Mapping[str, Any],
+        inputs: Sequence[tuple[bytes, Sequence[torch.Tensor]]],
+        images: Sequence[bytes],
+    ) -> Run:
+        return ResumableRun(params, self)
+
+
+def resume_at(at: Bench, name: str, tree: bytes, step: int) -> Ticket:
+    ticket = Ticket(Lease(RequestId(name), Role.DENOISER, 2))
+    resume = Payload(tree=tree, tensors=(torch.tensor([step]),))
+    at.thread.put(ComputeJob(ticket=ticket, params={"name": name, "steps": 4}, inputs=(), images=(), resume=resume))
+    return ticket
+
+
+def test_a_run_goes_on_from_its_checkpoint_and_counts_on(bench: Callable[..., Bench]) -> None:
+    at = bench(ResumablePipeline())
+    ticket = resume_at(at, "a", b"2", 2)
+    assert at.posts.get(timeout=WAIT) == ComputeStarted(lease=ticket.lease)
+    assert [at.posts.get(timeout=WAIT) for _ in range(2)] == [
+        Stepped(lease=ticket.lease, step=n, steps=4) for n in (3, 4)
+    ]
+
+
+@pytest.mark.parametrize(("pipeline", "tree"), [(ResumablePipeline, b"broken"), (ScriptedPipeline, b"2")])
+def test_a_run_that_cannot_go_on_from_a_checkpoint_may_be_tried_without(
+    bench: Callable[..., Bench], pipeline: type[ScriptedPipeline], tree: bytes
+) -> None:
+    at = bench(pipeline())
+    resume_at(at, "a", tree, 2)
+    assert failure(at.until(Ended)).retryable
+
+
+def test_checkpoints_are_made_at_the_interval_and_never_two_at_a_time(bench: Callable[..., Bench]) -> None:
+    at = bench(ResumablePipeline(), checkpoint_interval=1e-6)
+    ticket = at.begin("a", steps=5)
+    first = at.staged.get(timeout=WAIT)
+    assert isinstance(first, CheckpointJob)
+    assert (first.ticket, first.step, first.steps, first.last) == (ticket, 1, 5, False)
+    assert isinstance(at.staged.get(timeout=WAIT), StageJob)  # the first was not reported as saved meanwhile
+    gate = Gate("b")
+    at = bench(ResumablePipeline(gate), checkpoint_interval=1e-6)
+    gate.open.set()
+    at.begin("b", steps=200)
+    steps = []
+    while isinstance(job := at.staged.get(timeout=WAIT), CheckpointJob):
+        steps.append(job.step)
+        job.saved.set()
+    assert steps == sorted(set(steps))
+
+
+def test_without_an_interval_no_checkpoints_are_made(bench: Callable[..., Bench]) -> None:
+    at = bench(ResumablePipeline(), checkpoint_interval=0.0)
+    at.begin("a", steps=5)
+    assert isinstance(at.staged.get(timeout=WAIT), StageJob)
+
+
+def test_a_suspended_run_stops_between_two_steps_and_leaves_a_checkpoint(bench: Callable[..., Bench]) -> None:
+    gate = Gate("a")
+    pipeline = ResumablePipeline(gate)
+    at = bench(pipeline)
+    ticket = at.begin("a", steps=5)
+    assert gate.reached.wait(WAIT)
+    ticket.suspended.set()
+    gate.open.set()
+    job = at.staged.get(timeout=WAIT)
+    assert isinstance(job, CheckpointJob)
+    assert (job.step, job.last) == (1, True)
+    at.begin("b", steps=1)
+    at.staged.get(timeout=WAIT)
+    assert pipeline.turns == ["a", "b"]
+    assert pipeline.memory["a"]() is None
+
+
+def test_a_suspended_run_that_cannot_be_continued_is_stopped(bench: Callable[..., Bench]) -> None:
+    gate = Gate("a")
+    at = bench(ScriptedPipeline(gate))
+    ticket = at.begin("a", steps=5)
+    waiting = at.begin("w", steps=1)
+    assert gate.reached.wait(WAIT)
+    ticket.suspended.set()
+    waiting.suspended.set()
+    gate.open.set()
+    ended = [at.until(Ended).outcome for _ in range(2)]
+    assert {outcome.lease for outcome in ended} == {ticket.lease, waiting.lease}
+    assert all(isinstance(outcome, Stopped) and outcome.checkpoint is None for outcome in ended)
+
+
+def test_a_suspended_run_that_is_at_its_end_is_finished(bench: Callable[..., Bench]) -> None:
+    gate = Gate("a")
+    at = bench(ResumablePipeline(gate))
+    ticket = at.begin("a", steps=1)
+    assert gate.reached.wait(WAIT)
+    ticket.suspended.set()
+    gate.open.set()
+    assert isinstance(at.staged.get(timeout=WAIT), StageJob)

@@ -8,14 +8,14 @@ from queue import Empty, SimpleQueue
 import pytest
 import torch
 
-from triptych.core.events import Ended, PullFailed
-from triptych.ids import Epoch, InstanceId, RequestId, Role
+from triptych.core.events import CheckpointMade, CopyKept, Ended, PullFailed
+from triptych.ids import CopyId, Epoch, InstanceId, RequestId, Role
 from triptych.pipeline.stage import StageOutput
 from triptych.transport.data.local import LocalPlane
 from triptych.transport.data.protocol import Payload
 from triptych.wire.messages import Lease, Staged, StageFailed, Stopped
 from triptych.worker import transfer
-from triptych.worker.jobs import Close, Identity, InputsReady, Post, PullJob, StageJob, Ticket
+from triptych.worker.jobs import CheckpointJob, Close, Identity, InputsReady, KeepJob, Post, PullJob, StageJob, Ticket
 from triptych.worker.transfer import PullThread, StageThread
 
 IDENTITY = Identity(instance=InstanceId("i"), epoch=Epoch("e"))
@@ -48,7 +48,7 @@ def stager(plane: LocalPlane, posts: SimpleQueue[Post]) -> Iterator[StageThread]
 
 @pytest.fixture
 def pull(plane: LocalPlane, posts: SimpleQueue[Post]) -> Iterator[Callable[[PullJob], None]]:
-    jobs: SimpleQueue[PullJob | Close] = SimpleQueue()
+    jobs: SimpleQueue[PullJob | KeepJob | Close] = SimpleQueue()
     thread = PullThread(0, plane=plane, device="cpu", identity=IDENTITY, post=posts.put, jobs=jobs)
     thread.start()
     yield thread.put
@@ -172,3 +172,85 @@ def test_cancelling_ends_the_wait_for_room(stager: StageThread, crowded: LocalPl
     stager.put(job(waiting, output(MIB)))
     waiting.cancelled.set()
     assert isinstance(ended(posts).outcome, Stopped)
+
+
+# -- checkpoints -----------------------------------------------------------------------------------------------------
+
+
+def checkpoint(of: Ticket, nbytes: int, *, last: bool = False) -> CheckpointJob:
+    frozen = Payload(tree=b"tree", tensors=(torch.arange(nbytes, dtype=torch.uint8),))
+    return CheckpointJob(ticket=of, frozen=frozen, step=3, steps=9, last=last)
+
+
+def test_a_checkpoint_is_staged_and_can_be_pulled_with_the_inputs(
+    stager: StageThread, pull: Callable[[PullJob], None], posts: SimpleQueue[Post]
+) -> None:
+    job = checkpoint(ticket(), 1000)
+    stager.put(job)
+    made = posts.get(timeout=WAIT)
+    assert isinstance(made, CheckpointMade)
+    assert (made.lease, made.step, made.steps) == (job.ticket.lease, 3, 9)
+    assert job.saved.is_set()
+    pull(PullJob(ticket=job.ticket, inputs=(), resume=made.manifest))
+    ready = posts.get(timeout=WAIT)
+    assert isinstance(ready, InputsReady)
+    assert ready.inputs == ()
+    assert ready.resume is not None
+    assert torch.equal(ready.resume.tensors[0], job.frozen.tensors[0])
+
+
+def test_the_checkpoint_of_a_suspended_run_ends_its_lease(stager: StageThread, posts: SimpleQueue[Post]) -> None:
+    stager.put(checkpoint(ticket(), 1000, last=True))
+    outcome = ended(posts).outcome
+    assert isinstance(outcome, Stopped)
+    assert outcome.checkpoint is not None
+    assert (outcome.step, outcome.steps) == (3, 9)
+
+
+def test_a_checkpoint_never_displaces_an_output_and_ends_the_lease_without_itself(
+    plane: LocalPlane, stager: StageThread, posts: SimpleQueue[Post]
+) -> None:
+    kept = plane.stage(RequestId("s"), Payload(tree=b"", tensors=(torch.zeros(3 * MIB, dtype=torch.uint8),)))
+    stager.put(first := checkpoint(ticket(), 2 * MIB))
+    stager.put(checkpoint(ticket(), 2 * MIB, last=True))
+    outcome = ended(posts).outcome
+    assert isinstance(outcome, Stopped)
+    assert outcome.checkpoint is None
+    assert first.saved.is_set()
+    assert plane.copies() == (kept,)
+
+
+def test_an_output_displaces_a_checkpoint_before_older_outputs(plane: LocalPlane) -> None:
+    def staged(mib: float, *, spare: bool = False) -> CopyId:
+        tensors = (torch.zeros(int(mib * MIB), dtype=torch.uint8),)
+        return plane.stage(RequestId("r"), Payload(tree=b"", tensors=tensors), spare=spare).copy
+
+    output, spare = staged(1), staged(1.5, spare=True)
+    later = staged(2)
+    assert {manifest.copy for manifest in plane.copies()} == {output, later}
+    assert plane.take_dropped() == (spare,)
+
+
+def test_a_copy_of_another_instance_is_kept_under_a_name_of_ones_own(
+    plane: LocalPlane, pull: Callable[[PullJob | KeepJob], None], posts: SimpleQueue[Post]
+) -> None:
+    other = LocalPlane(instance=InstanceId("other"), epoch=Epoch("other"), pool_bytes=MIB)
+    theirs = other.stage(RequestId("r"), Payload(tree=b"tree", tensors=(torch.arange(9),)))
+    pull(KeepJob(manifest=theirs, spare=True))
+    kept = posts.get(timeout=WAIT)
+    assert isinstance(kept, CopyKept)
+    assert (kept.copy, kept.manifest.producer, kept.manifest.request) == (theirs.copy, IDENTITY.instance, "r")
+    other.close()
+    assert [manifest.copy for manifest in plane.copies()] == [kept.manifest.copy]
+
+
+def test_a_copy_that_is_gone_is_not_kept_and_the_thread_lives_on(
+    plane: LocalPlane, pull: Callable[[PullJob | KeepJob], None], posts: SimpleQueue[Post]
+) -> None:
+    gone, there = (plane.stage(RequestId("r"), Payload(tree=b"", tensors=(torch.arange(9),))) for _ in range(2))
+    plane.release((gone.copy,))
+    pull(KeepJob(manifest=gone, spare=True))
+    pull(KeepJob(manifest=there, spare=False))
+    kept = posts.get(timeout=WAIT)
+    assert isinstance(kept, CopyKept)
+    assert kept.copy == there.copy
