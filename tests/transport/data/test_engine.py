@@ -5,8 +5,11 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
+import msgspec
 import pytest
 
 OPEN = """
@@ -97,3 +100,30 @@ def test_auto_uses_the_engine_only_when_other_hosts_can_reach_the_instance(tmp_p
     without = opened("kind='auto', hostname='127.0.0.2'", path=wheel(tmp_path, None))
     assert "planes: local shm\n" in without
     assert "only peers of this host can pull from 127.0.0.2" in without
+
+
+PULL = """
+import sys, time
+import msgspec
+from triptych.config import TransferConfig
+from triptych.transport.data.plane import open_plane
+from triptych.wire.manifest import Manifest
+plane = open_plane(TransferConfig(kind="auto", hostname="127.0.0.2", pool_bytes=1 << 24), "i", "e", "cpu")
+manifest = msgspec.msgpack.decode(bytes.fromhex(sys.argv[1]), type=Manifest)
+replace = msgspec.structs.replace
+elsewhere = replace(manifest, locators=tuple(replace(locator, host="elsewhere") for locator in manifest.locators))
+for copy in (manifest, elsewhere):
+    print(plane.pull(copy, deadline=time.monotonic() + 60, cancelled=lambda: False).plane, flush=True)
+plane.close()
+import os
+os._exit(0)
+"""
+
+
+def test_on_one_host_nothing_goes_through_mooncake_unless_forced(send: Callable[..., Any]) -> None:
+    sender = send(env={"MOONCAKE_LOCAL_HOSTNAME": "127.0.0.2"})
+    manifest = sender.stage()
+    assert [locator.plane for locator in manifest.locators] == ["local", "shm", "mooncake"]
+    words = [sys.executable, "-c", PULL, msgspec.msgpack.encode(manifest).hex()]
+    done = subprocess.run(words, capture_output=True, text=True, timeout=120, check=False)
+    assert done.stdout.split() == ["shm", "mooncake"], done.stderr

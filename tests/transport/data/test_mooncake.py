@@ -137,10 +137,21 @@ def test_the_sender_refuses_to_be_read_outside_its_pool_and_lives_on(
     pull(plane, manifest)
 
 
-@pytest.mark.parametrize("address", ["", "/", "host/7f00", "host:1/zz", "host:1/-5", "host:1/" + "f" * 40, ":1/7f00"])
-def test_an_address_that_is_none_is_refused(plane: DataPlane, sender: Sender, pull: Puller, address: str) -> None:
+@pytest.mark.parametrize(
+    "fields",
+    [
+        *({"address": address} for address in ("", "/", "host/7f00", "host:1/zz", "host:1/-5", ":1/7f00")),
+        *({"address": address} for address in ("host:1/" + "f" * 40, "host:0/7f00", "host:65536/7f00", "host:²/7f00")),
+        *({"address": address} for address in ("a b:1/7f00", "x\0y:1/7f00", "a" * 300 + ":1/7f00")),
+        {"address": "host:1/7f0000000000", "pool_bytes": 2**64 - 1},
+    ],
+    ids=lambda fields: repr(fields)[:40],
+)
+def test_an_address_that_is_none_is_refused(
+    plane: DataPlane, sender: Sender, pull: Puller, fields: dict[str, Any]
+) -> None:
     with pytest.raises(TransferError, match="an address that is none"):
-        pull(plane, changed(sender.stage(), address=address))
+        pull(plane, changed(sender.stage(), **fields))
 
 
 def test_a_pool_full_of_outputs_can_still_receive(

@@ -72,6 +72,8 @@ def check(manifest: Manifest) -> None:
 
     A manifest comes from another process; nothing in it is believed.
     """
+    if manifest.nbytes < 0:
+        raise TransferError(f"copy {manifest.copy} from {manifest.producer} is impossible: {manifest.nbytes} bytes")
     for index, entry in enumerate(manifest.tensors):
         dtype = DTYPES.get(entry.dtype)
         count = 1

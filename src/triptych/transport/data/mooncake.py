@@ -7,6 +7,7 @@ one chunk overlaps with the transfer of the next.
 
 from __future__ import annotations
 
+import re
 import threading
 import time
 from collections import deque
@@ -28,6 +29,7 @@ MAX_CHUNK = 16 << 20
 MAX_RESERVE = 64 << 20
 _WINDOW = 2
 _ROOM_NAP = 1e-3
+_HOST = re.compile(r"[A-Za-z0-9._:\[\]%-]{1,255}")
 
 
 def reserve_bytes(pool_bytes: int) -> int:
@@ -161,6 +163,14 @@ def _parse(manifest: Manifest, locator: Locator) -> tuple[str, int]:
         address = int(base, 16)
     except ValueError:
         address = 0
-    if not (host and port.isdecimal() and 0 < address < 1 << 63):
+    # The engine takes what it is given: an address beyond 64 bits is an exception there, on a thread of its own.
+    if not (
+        _HOST.fullmatch(host)
+        and port.isascii()
+        and port.isdecimal()
+        and 0 < int(port) < 1 << 16
+        and address > 0
+        and address + locator.pool_bytes < 1 << 63
+    ):
         raise TransferError(f"mooncake: {manifest.producer} sent an address that is none: {locator.address!r}")
     return session, address

@@ -1,0 +1,222 @@
+"""A server and an instance under fire: every socket gets malformed frames, and honest requests finish in between.
+
+``TRIPTYCH_FUZZ_FRAMES`` sets how many frames are sent, over all sockets; the default suits a normal run.
+"""
+
+from __future__ import annotations
+
+import os
+import random
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+import zmq
+
+from tests.e2e.fuzz import Fuzz, broken_zmtp, messages
+from tests.e2e.harness import Api, Process, environment, until
+from triptych.launch.ports import free_ports
+from triptych.wire.messages import FromInstance, ToInstance
+
+FRAMES = int(os.environ.get("TRIPTYCH_FUZZ_FRAMES", "20000"))
+BURSTS = 10
+GROWTH = 48 << 20
+"""Bytes by which a process may grow from the first burst to the last: caches and heap, not what it was sent."""
+
+
+class Target:
+    """A server and an instance without a model, each a process of its own."""
+
+    def __init__(self, folder: Path) -> None:
+        self.port, self.frontend, *_, self.work = free_ports(6)
+        self.server = Process(
+            "server",
+            ["serve", "--disagg-role", "server", "--port", str(self.port), "--scheduler-port", str(self.frontend),
+             "--output-dir", str(folder / "outputs")],
+            folder,
+        )  # fmt: skip
+        self.log = folder / "instance.log"
+        with self.log.open("wb") as log:
+            self.instance = subprocess.Popen(
+                [sys.executable, "-m", "triptych.bench.noop", f"tcp://127.0.0.1:{self.frontend}",
+                 f"tcp://127.0.0.1:{self.work}", "encoder,denoiser,decoder", "4"],
+                stdin=subprocess.PIPE, stdout=log, stderr=log, env=environment(),
+            )  # fmt: skip
+        self.api = Api(f"http://127.0.0.1:{self.port}")
+        self.ports = {name: self.frontend + n for n, name in enumerate(("frontend", "encoder", "denoiser", "decoder"))}
+
+    def honest(self) -> None:
+        """One request of a plain user, to its good end."""
+        answer = self.api.post("/v1/videos", {"prompt": "a tree"})
+        assert answer.status_code == 200, answer.text
+        self.api.done(answer.json()["id"])
+
+    def resident(self) -> dict[str, int]:
+        return {
+            "server": psutil.Process(self.server.pid).memory_info().rss,
+            "instance": psutil.Process(self.instance.pid).memory_info().rss,
+        }
+
+    def check_alive(self) -> None:
+        assert self.server.status is None, self.server.output()[-3000:]
+        assert self.instance.poll() is None, self.log.read_text()[-3000:]
+
+    def close(self) -> None:
+        self.api.close()
+        assert self.instance.stdin is not None
+        self.instance.stdin.close()
+        ended = self.instance.wait(30)
+        assert self.server.stop() == 0, self.server.output()[-3000:]
+        assert ended == 0, self.log.read_text()[-3000:]
+        assert "Traceback" not in self.server.output() + self.log.read_text()
+
+
+@pytest.fixture
+def target(folder: Path) -> Iterator[Target]:
+    target = Target(folder)
+    try:
+        until(target.api.ready, "the server being ready")
+        yield target
+        target.close()
+    finally:
+        target.server.kill()
+        target.instance.kill()
+        target.instance.wait()
+
+
+@pytest.fixture
+def context() -> Iterator[zmq.Context[Any]]:
+    context = zmq.Context()
+    yield context
+    context.destroy(linger=0)
+
+
+class Attacker:
+    """Sends what it is given to one port over several connections, and waits as long as it must."""
+
+    def __init__(self, context: zmq.Context[Any], kind: int, port: int, connections: int) -> None:
+        self.sent = 0
+        self._socks = [context.socket(kind) for _ in range(connections)]
+        for number, sock in enumerate(self._socks):
+            sock.linger = 5000
+            sock.sndtimeo = 60_000
+            if kind == zmq.DEALER and number % 2:
+                sock.routing_id = b"r%d" % (number // 4)  # some are taken twice
+            sock.connect(f"tcp://127.0.0.1:{port}")
+
+    def send(self, frames: list[bytes]) -> None:
+        self._socks[self.sent % len(self._socks)].send_multipart(frames)
+        self.sent += 1
+
+    def close(self) -> None:
+        for sock in self._socks:
+            sock.close()
+
+
+def test_malformed_frames_cost_a_counted_drop_and_nothing_else(target: Target, context: zmq.Context[Any]) -> None:
+    target.honest()
+    rng = random.Random(7)
+    attackers = {
+        name: Attacker(context, zmq.PUSH, port, 4) for name, port in target.ports.items() if name != "frontend"
+    }
+    attackers["frontend"] = Attacker(context, zmq.DEALER, target.frontend, 32)
+    attackers["work"] = Attacker(context, zmq.PUSH, target.work, 4)
+    streams = {name: Fuzz(ToInstance if name == "work" else FromInstance, seed=n) for n, name in enumerate(attackers)}
+    after_first: dict[str, int] = {}
+    for burst in range(BURSTS):
+        for name, attacker in attackers.items():
+            for _ in range(FRAMES // BURSTS // len(attackers)):
+                attacker.send(streams[name]())
+        for port in (*target.ports.values(), target.work):
+            for _ in range(4):
+                broken_zmtp(port, rng)
+        target.honest()
+        target.check_alive()
+        if burst == 0:
+            after_first = target.resident()
+    for attacker in attackers.values():
+        attacker.close()
+
+    def dropped(name: str) -> int:
+        return target.api.info()["dropped"].get(name, 0)
+
+    for name in target.ports:
+        until(
+            lambda where=name: dropped(where) > attackers[where].sent // 2, f"most frames to {name} to be dropped", 60
+        )
+    until(lambda: "message(s) at work" in target.log.read_text(), "the instance to tell of dropped frames")
+    target.honest()
+    growth = {name: after - after_first[name] for name, after in target.resident().items()}
+    assert max(growth.values()) < GROWTH, growth
+
+
+def test_a_frame_larger_than_allowed_ends_its_connection_only(target: Target, context: zmq.Context[Any]) -> None:
+    before = target.resident()
+    sock = context.socket(zmq.DEALER)
+    sock.connect(f"tcp://127.0.0.1:{target.frontend}")
+    for _ in range(3):
+        sock.send(bytes(65 << 20))
+        target.honest()
+    sock.close(linger=0)
+    assert target.resident()["server"] - before["server"] < GROWTH
+
+
+def test_members_without_number_take_no_memory_without_bound(target: Target, context: zmq.Context[Any]) -> None:
+    """Well-formed heartbeats of ever new instances over ever new connections."""
+    rng = random.Random(3)
+
+    def crowd(first: int) -> None:
+        socks = [context.socket(zmq.DEALER) for _ in range(40)]
+        for number, sock in enumerate(socks, first):
+            sock.linger = 5000
+            sock.connect(f"tcp://127.0.0.1:{target.frontend}")
+            for frame in messages(FromInstance, rng, FRAMES // 2000, {"instance": f"crowd-{number}"}):
+                sock.send(frame)
+        for sock in socks:
+            sock.close()
+        target.honest()
+
+    crowd(0)
+    before = target.resident()
+    for burst in range(1, BURSTS):
+        crowd(burst * 40)
+    target.check_alive()
+    assert target.resident()["server"] - before["server"] < GROWTH
+
+
+@pytest.mark.parametrize("direction", ["to the server", "to the instance"])
+def test_well_typed_nonsense_in_the_name_of_live_peers_stops_no_process(
+    target: Target, context: zmq.Context[Any], direction: str
+) -> None:
+    """An insider knows every id and epoch. He may spoil the work in flight, but nothing that comes after him."""
+    target.honest()
+    info = target.api.info()
+    (instance,) = info["instances"]
+    known = {
+        "instance": instance["instance"],
+        "epoch": instance["epoch"],
+        "server_epoch": info["server_epoch"],
+        "protocol": 1,
+    }
+    rng = random.Random(11)
+    if direction == "to the instance":
+        frames, ports, kind = messages(ToInstance, rng, FRAMES // 20, known), [target.work], zmq.PUSH
+    else:
+        frames, ports, kind = messages(FromInstance, rng, FRAMES // 20, known), [*target.ports.values()][1:], zmq.PUSH
+    attackers = [Attacker(context, kind, port, 1) for port in ports]
+    for number, frame in enumerate(frames):
+        attackers[number % len(attackers)].send([frame])
+    for attacker in attackers:
+        attacker.close()
+    target.check_alive()
+
+    def works_again() -> bool:
+        target.check_alive()
+        answer = target.api.post("/v1/videos", {"prompt": "a tree"})
+        return answer.status_code == 200 and target.api.ended(answer.json()["id"])["status"] == "completed"
+
+    until(works_again, "a request to finish once the insider has gone", 60)
