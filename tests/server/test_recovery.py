@@ -40,7 +40,7 @@ class Estate(House):
 
     @property
     def journal(self) -> Journal:
-        archive = self.service._archive
+        archive = self.service._keeper._archive
         assert isinstance(archive, DiskArchive)
         return archive._journal
 
@@ -100,6 +100,22 @@ async def test_a_stopped_server_goes_on_with_its_jobs_in_order(estate: Estate) -
     await estate.idle()
 
 
+async def test_a_paused_job_stays_paused_until_it_is_resumed(estate: Estate) -> None:
+    estate.add(ENCODER)
+    await estate.instances(1)
+    job = await estate.submit()
+    await estate.reach(job.id, JobState.DENOISING_WAITING)
+    estate.service.pause(job.id)
+    await estate.restart()
+    estate.add(DENOISER, DECODER)
+    await estate.ready()
+    await until(lambda: not estate.service._router._ledger.awaiting, "what the instances bring back")
+    view = estate.service.get(job.id).view
+    assert (view.paused, view.state) == (True, JobState.DENOISING_WAITING)
+    estate.service.resume(job.id)
+    assert (await estate.end(job.id)).view.state is JobState.DONE
+
+
 async def test_uploaded_images_survive_until_the_job_ends(estate: Estate) -> None:
     puppet = estate.add(hold=ENCODER)
     await estate.ready()
@@ -150,7 +166,7 @@ async def test_a_deletion_that_was_cut_short_is_finished_by_the_next_server(esta
     with pytest.raises(NotFound):
         estate.service.get(job.id)
     await until(lambda: not estate.media(), "the media being removed")
-    await until(lambda: not estate.service._background, "the end of the deletion")
+    await until(lambda: not estate.service._keeper._background, "the end of the deletion")
     assert await estate.rows() == set()
 
 
@@ -232,7 +248,7 @@ async def test_a_key_is_free_when_its_request_was_refused_or_its_job_is_forgotte
     await estate.service.delete(job.id)
     again = await estate.submit(idempotency_key=IdempotencyKey(KEY.value, "something else"))
     assert again.id != job.id
-    assert len(estate.service._keys) == 1
+    assert len(estate.service._keeper.keys) == 1
 
 
 async def test_a_client_that_hangs_up_leaves_no_key_that_never_ends(estate: Estate) -> None:
@@ -262,7 +278,7 @@ async def test_the_oldest_ended_jobs_go_by_count_with_everything_they_left(estat
     jobs = [await estate.run(str(i)) for i in range(5)]
     kept = {job.id for job in jobs[-2:]}
     await until(lambda: estate.media() == {f"{id}.mp4" for id in kept}, "old media being removed")
-    await until(lambda: not estate.service._background, "the end of all deletions")
+    await until(lambda: not estate.service._keeper._background, "the end of all deletions")
     assert await estate.rows() == kept
 
 

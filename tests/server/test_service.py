@@ -66,6 +66,19 @@ async def test_a_request_waits_for_a_role_that_comes_later(house: House) -> None
     assert (await house.end(record.id)).view.state is JobState.DONE
 
 
+async def test_a_paused_job_waits_until_it_is_resumed_and_others_pass_it(house: House) -> None:
+    house.add(DECODER)
+    await house.instances(1)
+    record = await house.service.submit({"prompt": "x"}, output="video")
+    assert house.service.pause(record.id).view.paused
+    house.add(ENCODER, DENOISER)
+    assert (await house.run()).view.state is JobState.DONE
+    assert house.service.get(record.id).view.state is JobState.ENCODER_WAITING
+    assert not house.service.resume(record.id).view.paused
+    assert (await house.end(record.id)).view.state is JobState.DONE
+    assert house.service.pause(record.id).view.state is JobState.DONE
+
+
 async def test_ids_that_nobody_knows_are_not_found(house: House) -> None:
     nobody = RequestId("video_" + "0" * 32)
     for call in (house.service.wait, house.service.cancel, house.service.delete):

@@ -66,13 +66,20 @@ class Finish(Record, frozen=True, kw_only=True, tag="ended"):
     completed_at: float
 
 
+class Paused(Record, frozen=True, kw_only=True, tag="paused"):
+    """A client has a request wait, or lets it go on."""
+
+    request: RequestId
+    paused: bool
+
+
 class Deleting(Record, frozen=True, kw_only=True, tag="deleting"):
     """A request is to be forgotten: its media go first, then its rows."""
 
     request: RequestId
 
 
-JournalEntry: TypeAlias = Accepted | LeaseGranted | StageDone | Stored | Finish | Deleting
+JournalEntry: TypeAlias = Accepted | LeaseGranted | StageDone | Paused | Stored | Finish | Deleting
 
 ENDED_SLOT = 2
 TRANSIENT_SLOT = 10
@@ -86,7 +93,7 @@ def request_of(entry: JournalEntry) -> RequestId:
             return entry.lease.request
         case Finish():
             return entry.view.request
-        case Accepted() | Stored() | Deleting():
+        case Accepted() | Paused() | Stored() | Deleting():
             return entry.request
 
 
@@ -105,6 +112,8 @@ def slot_of(entry: JournalEntry) -> int:
             return TRANSIENT_SLOT
         case StageDone():
             return _stage_slot(entry.lease.role)
+        case Paused():
+            return SLOTS[-1]
 
 
 def displaced_by(entry: JournalEntry) -> int | None:
@@ -118,7 +127,7 @@ def _stage_slot(role: Role) -> int:
     return TRANSIENT_SLOT + 1 + ROLES.index(role)
 
 
-SLOTS = range(TRANSIENT_SLOT + 1 + len(ROLES))
+SLOTS = range(TRANSIENT_SLOT + 2 + len(ROLES))
 """Every slot there may be."""
 
 
@@ -131,6 +140,7 @@ class History:
         self.stages: dict[Role, StageDone] = {}
         self.stored: Stored | None = None
         self.finish: Finish | None = None
+        self.paused = False
         self.deleting = False
         self._attempt = 1
         self._clocks = (0.0, 0.0)
@@ -150,6 +160,8 @@ class History:
                 if self.lease is not None and self.lease.lease == entry.lease:
                     self.lease = None
                 self._at(entry)
+            case Paused(paused=paused):
+                self.paused = paused
             case Stored():
                 self.stored = entry
             case Finish():

@@ -7,8 +7,7 @@ import functools
 import logging
 import secrets
 import time
-from collections.abc import AsyncIterator, Callable, Coroutine, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import AsyncIterator, Mapping, Sequence
 from typing import Any, Literal, ParamSpec, TypeVar
 
 from prometheus_client import CollectorRegistry
@@ -26,20 +25,18 @@ from triptych.core.events import (
     StageDone,
     Submit,
 )
-from triptych.core.journal import Accepted, Deleting, Finish, Stored
+from triptych.core.journal import Paused
 from triptych.core.router import Router
 from triptych.core.states import TERMINAL
-from triptych.errors import NotReady, StorageFailed
+from triptych.errors import NotReady
 from triptych.ids import ROLES, Epoch, InstanceId, RequestId, Role
-from triptych.server.acceptance import Order, entry_of, note_of, revive
-from triptych.server.archive import Archive, DiskArchive, NoArchive, Remembered
-from triptych.server.idempotency import IdempotencyKey, Keys
+from triptych.server.acceptance import Order
+from triptych.server.idempotency import IdempotencyKey
 from triptych.server.info import describe_pool
-from triptych.server.media_remote import RemoteMedia
-from triptych.server.media_store import LocalMedia, MediaStore
+from triptych.server.keeper import Keeper
 from triptych.server.metrics import Gauges, Metrics
 from triptych.server.readiness import Addresses, Readiness, judge
-from triptych.server.records import Entry, IdMint, JobRecord, OutputKind, Records, StoredFile, turn
+from triptych.server.records import Entry, JobRecord, OutputKind, StoredFile, turn
 from triptych.server.shell import Shell
 from triptych.transport.control.keys import load_keys
 from triptych.transport.control.server import ServerControl
@@ -69,18 +66,11 @@ class DiffusionService:
         self._config = config
         self._epoch = Epoch(secrets.token_hex(8))
         self._created = time.monotonic()
-        self._media: MediaStore = LocalMedia(config.output_dir)
-        if config.media_store is not None:
-            self._media = RemoteMedia(config.media_store, config.output_dir)
-        self._archive: Archive = NoArchive() if config.state_dir is None else DiskArchive(config.state_dir)
-        self._records = Records(config.retained_jobs, self._forget, retained_bytes=config.retained_bytes)
-        self._keys = Keys()
-        self._mint = IdMint()
+        self._keeper = Keeper(config)
+        self._records = self._keeper.records
         self._addresses = Addresses()
         self._metrics = Metrics(self._gauges)
         self._router = Router(config.router, self._epoch, self._result_urls())
-        self._threads = ThreadPoolExecutor(STORE_THREADS, thread_name_prefix="media-store")
-        self._background: set[asyncio.Task[Any]] = set()
         self._known: dict[InstanceId, None] = {}
         self._resolving = False
         self._control: ServerControl | None = None
@@ -95,22 +85,22 @@ class DiffusionService:
         Raises `ConfigError` for a port that is taken, a key that is missing or a state folder in use, and
         `StorageFailed` for a folder that cannot be used.
         """
-        await self._in_thread(self._media.open)
+        remembered = await self._keeper.open()
         try:
-            remembered = await self._in_thread(self._archive.open)
             keys = None if self._config.key_dir is None else load_keys(self._config.key_dir, "server")
             self._control = ServerControl(self._config.host, self._config.scheduler_port, keys=keys)
         except BaseException:
-            await self._in_thread(self._archive.close)
+            await self._keeper.close()
             raise
-        self._archive.start()
+        self._keeper.start()
         self._shell = Shell(self._router, self._control, self)
-        ended = [job for job in remembered if not job.history.live]
-        for job in sorted(ended, key=lambda job: job.history.ended().completed_at):
-            self._revive(job, self._shell)
         for job in remembered:
-            if job.history.live:
-                self._revive(job, self._shell)
+            if (entry := self._keeper.revive(job)) is not None:
+                if job.images:
+                    self._shell.blobs[entry.id] = job.images
+                self._shell.feed(job.history.restore())
+                if job.history.paused:
+                    self._shell.feed(PauseRequest(request=entry.id))
         self._shell.start()
 
     async def close(self) -> None:
@@ -120,16 +110,13 @@ class DiffusionService:
         self._closed = True
         for entry in self._records:
             entry.wake_all()
-        if self._background:
-            await asyncio.wait(self._background)
+        await self._keeper.rest()
         if self._shell is not None:
             await self._shell.close()
-        if self._background:
-            await asyncio.wait(self._background)
+        await self._keeper.rest()
         if self._control is not None:
             self._control.close()
-        await self._in_thread(self._archive.close)
-        self._threads.shutdown()
+        await self._keeper.close()
 
     # -- jobs --------------------------------------------------------------------------------------------------
 
@@ -160,35 +147,19 @@ class DiffusionService:
             self._config.run_timeout if run_timeout is None else run_timeout,
         )
         if idempotency_key is not None:
-            id = await self._keys.once(idempotency_key, functools.partial(self._accept, order, idempotency_key))
+            id = await self._keeper.keys.once(idempotency_key, functools.partial(self._accept, order, idempotency_key))
         elif self._config.state_dir is None:
             id = await self._accept(order, None)
         else:
             # Whoever hangs up meanwhile does not leave a job behind that is written down and not run.
-            id = await asyncio.shield(self._spawn(self._accept(order, None)))
+            id = await asyncio.shield(self._keeper.spawn(self._accept(order, None)))
         return self.get(id)
 
     async def _accept(self, order: Order, key: IdempotencyKey | None) -> RequestId:
         shell = self._live_shell()
         if self.schema() is None:
             raise NotReady("no instance has registered yet, so it is not known what the model accepts")
-        self._media.check_room()
-        order.check_images()
-        accepted = Accepted(
-            request=self._mint(order.output),
-            output=order.output,
-            params=order.params,
-            metadata=order.metadata,
-            images=len(order.images),
-            queue_timeout=order.queue_timeout,
-            run_timeout=order.run_timeout,
-            created_at=time.time(),
-            key="" if key is None else key.name,
-            digest="" if key is None else key.digest,
-        )
-        await self._archive.accept(accepted, order.images)
-        entry = entry_of(accepted)
-        self._records.add(entry)
+        entry = await self._keeper.accept(order, key)
         if order.images:
             shell.blobs[entry.id] = order.images
         submit = Submit(
@@ -200,9 +171,8 @@ class DiffusionService:
         try:
             shell.feed(submit)
         except BaseException:  # not accepted, so it must not be listed either
-            self._records.remove(entry)
             shell.blobs.pop(entry.id, None)
-            await self._archive.forget(entry.id)
+            await self._keeper.erase(entry)
             raise
         return entry.id
 
@@ -255,17 +225,18 @@ class DiffusionService:
         entry = self._records.get(id)
         if not entry.ended:
             self._live_shell().feed(CancelRequest(request=id))
-            await self._archive.settle()
+            await self._keeper.settle()
         return self._record(entry)
 
     def pause(self, id: RequestId) -> JobRecord:
         """Have the job wait until `resume`, a denoising one from the next step on; its clocks stand still meanwhile.
 
-        Nothing happens when it has ended. A restart of the server forgets the pause. Raises `NotFound`.
+        Nothing happens when it has ended. Raises `NotFound`.
         """
         entry = self._records.get(id)
         if not entry.ended:
             self._live_shell().feed(PauseRequest(request=id))
+            self._keeper.note(Paused(request=id, paused=True))
         return self._record(entry)
 
     def resume(self, id: RequestId) -> JobRecord:
@@ -273,6 +244,7 @@ class DiffusionService:
         entry = self._records.get(id)
         if not entry.ended:
             self._live_shell().feed(ResumeRequest(request=id))
+            self._keeper.note(Paused(request=id, paused=False))
         return self._record(entry)
 
     async def delete(self, id: RequestId) -> JobRecord:
@@ -280,8 +252,7 @@ class DiffusionService:
         await self.cancel(id)
         entry = self._records.get(id)
         record = self._record(entry)
-        self._records.remove(entry)
-        await self._erase(entry)
+        await self._keeper.erase(entry)
         return record
 
     # -- the server itself -------------------------------------------------------------------------------------
@@ -334,15 +305,11 @@ class DiffusionService:
         while entry.timings_seen < len(timings):
             self._metrics.stage(timings[entry.timings_seen])
             entry.timings_seen += 1
-        self._records.update(entry, view)
-        if entry.completed_at is not None:
-            self._archive.note(Finish(view=view, started_at=entry.started_at, completed_at=entry.completed_at))
-            if entry.images:
-                self._spawn(self._archive.drop_images(entry.id))
+        self._keeper.update(entry, view)
 
     def noted(self, entry: LeaseGranted | StageDone) -> None:
         """What a next life of the server needs to know of a live job."""
-        self._archive.note(entry)
+        self._keeper.note(entry)
 
     def counted(self, count: Count) -> None:
         """The router found something worth counting."""
@@ -351,18 +318,7 @@ class DiffusionService:
 
     async def store(self, request: RequestId, files: Sequence[tuple[MediaFile, bytes]]) -> None:
         """Keep the files of a job that is about to end; raises `StorageFull` or `StorageFailed`."""
-        stored = await self._in_thread(self._media.store, request, files)
-        entry = self._records.find(request)
-        if entry is None or entry.ended:  # cancelled or deleted while its files were being written
-            await self._in_thread(self._media.remove, stored)
-        else:
-            entry.files = stored
-            notes = tuple(note_of(file) for file in stored)
-            self._archive.note(Stored(request=request, files=notes, stored_at=time.time()))
-            await self._archive.settle()  # the decoder forgets its copy after this
-            if entry.ended and entry.files:
-                entry.files = ()
-                await self._in_thread(self._media.remove, stored)
+        await self._keeper.store(request, files)
 
     def ticked(self) -> None:
         """About once a second: look up host names, count the frames that were dropped, and forget what expired."""
@@ -373,11 +329,10 @@ class DiffusionService:
             del self._known[next(iter(self._known))]
         if self._control is not None:
             self._metrics.dropped = self._control.dropped
-        if self._config.retained_seconds is not None:
-            self._records.expire(time.time() - self._config.retained_seconds)
+        self._keeper.expire()
         if self._addresses.stale and not self._resolving:
             self._resolving = True
-            self._spawn(self._resolve())
+            self._keeper.spawn(self._resolve())
 
     # -- inside ------------------------------------------------------------------------------------------------
 
@@ -388,62 +343,9 @@ class DiffusionService:
 
     async def _resolve(self) -> None:
         try:
-            await self._in_thread(self._addresses.resolve)
+            await self._keeper.in_thread(self._addresses.resolve)
         finally:
             self._resolving = False
-
-    def _revive(self, job: Remembered, shell: Shell) -> None:
-        """Take up a job of an earlier life where that left it."""
-        accepted = job.history.accepted
-        entry = revive(job, self._media)
-        self._mint.after(entry.id)
-        if job.history.deleting:
-            self._forget(entry)
-            return
-        if entry.key:
-            self._keys.remember(entry.key, accepted.digest, entry.id)
-        if entry.ended and entry.view.state is not JobState.DONE and entry.files:
-            self._spawn(self._discard(entry.files))
-            entry.files = ()
-        self._records.add(entry)
-        if job.history.live and not entry.ended:
-            if job.images:
-                shell.blobs[entry.id] = job.images
-            shell.feed(job.history.restore())
-        elif job.history.finish is None and entry.completed_at is not None:
-            self._archive.note(Finish(view=entry.view, started_at=entry.started_at, completed_at=entry.completed_at))
-
-    def _forget(self, entry: Entry) -> None:
-        self._spawn(self._erase_quietly(entry))
-
-    async def _erase_quietly(self, entry: Entry) -> None:
-        try:
-            await self._erase(entry)
-        except StorageFailed as error:
-            log.error("a job that was dropped for room stays behind: %s", error)
-
-    async def _erase(self, entry: Entry) -> None:
-        """Delete everything of a job. What a killed server did not finish is finished by the next one."""
-        self._keys.forget(entry.key)
-        self._archive.note(Deleting(request=entry.id))
-        await self._archive.settle()
-        await self._in_thread(self._media.remove, entry.files)
-        await self._archive.forget(entry.id)
-
-    async def _discard(self, files: Sequence[StoredFile]) -> None:
-        try:
-            await self._in_thread(self._media.remove, files)
-        except StorageFailed as error:
-            log.error("media of a cancelled job stays behind: %s", error)
-
-    def _spawn(self, work: Coroutine[Any, Any, T]) -> asyncio.Task[T]:
-        task = asyncio.get_running_loop().create_task(work)
-        self._background.add(task)
-        task.add_done_callback(self._background.discard)
-        return task
-
-    def _in_thread(self, call: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> asyncio.Future[T]:
-        return asyncio.get_running_loop().run_in_executor(self._threads, functools.partial(call, *args, **kwargs))
 
     def _live_shell(self) -> Shell:
         if self._closed or self._shell is None:

@@ -1,0 +1,194 @@
+"""Everything that is kept of jobs: records in memory, journal and images on disk, media in their store."""
+
+from __future__ import annotations
+
+import asyncio
+import functools
+import logging
+import time
+from collections.abc import Callable, Coroutine, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any, ParamSpec, TypeVar
+
+from triptych.config import ServerConfig
+from triptych.core.events import JobState, JobView
+from triptych.core.journal import Accepted, Deleting, Finish, JournalEntry, Stored
+from triptych.errors import StorageFailed
+from triptych.ids import RequestId
+from triptych.server.acceptance import Order, entry_of, note_of, revive
+from triptych.server.archive import Archive, DiskArchive, NoArchive, Remembered
+from triptych.server.idempotency import IdempotencyKey, Keys
+from triptych.server.media_remote import RemoteMedia
+from triptych.server.media_store import LocalMedia, MediaStore
+from triptych.server.records import Entry, IdMint, Records
+from triptych.wire.messages import MediaFile
+
+log = logging.getLogger(__name__)
+
+STORE_THREADS = 4
+"""Media files written at the same time."""
+
+P = ParamSpec("P")
+T = TypeVar("T")
+
+
+class Keeper:
+    """Keeps records, journal, media and keys in step. All methods belong to the loop's thread."""
+
+    def __init__(self, config: ServerConfig) -> None:
+        self._config = config
+        self._media: MediaStore = LocalMedia(config.output_dir)
+        if config.media_store is not None:
+            self._media = RemoteMedia(config.media_store, config.output_dir)
+        self._archive: Archive = NoArchive() if config.state_dir is None else DiskArchive(config.state_dir)
+        self._mint = IdMint()
+        self._threads = ThreadPoolExecutor(STORE_THREADS, thread_name_prefix="media-store")
+        self._background: set[asyncio.Task[Any]] = set()
+        self.records = Records(config.retained_jobs, self._forget, retained_bytes=config.retained_bytes)
+        self.keys = Keys()
+
+    # -- life --------------------------------------------------------------------------------------------------
+
+    async def open(self) -> list[Remembered]:
+        """Open the stores; returns the jobs of earlier lives in order of acceptance, the ended ones before.
+
+        Raises `ConfigError` for a state folder in use, and `StorageFailed` for a folder that cannot be used.
+        """
+        await self.in_thread(self._media.open)
+        try:
+            remembered = await self.in_thread(self._archive.open)
+        except BaseException:
+            await self.in_thread(self._archive.close)
+            raise
+        ended = [job for job in remembered if not job.history.live]
+        ended.sort(key=lambda job: job.history.ended().completed_at)
+        return ended + [job for job in remembered if job.history.live]
+
+    def start(self) -> None:
+        """Begin to write the journal."""
+        self._archive.start()
+
+    async def rest(self) -> None:
+        """Return once everything that was begun in the background has ended."""
+        if self._background:
+            await asyncio.wait(self._background)
+
+    async def close(self) -> None:
+        """Write what was noted and let go of the files. Idempotent."""
+        await self.rest()
+        await asyncio.to_thread(self._archive.close)
+        self._threads.shutdown()
+
+    # -- one job -----------------------------------------------------------------------------------------------
+
+    async def accept(self, order: Order, key: IdempotencyKey | None) -> Entry:
+        """Write a new job down, then remember it. Raises `BadRequest`, `StorageFull` or `StorageFailed`."""
+        self._media.check_room()
+        order.check_images()
+        accepted = Accepted(
+            request=self._mint(order.output),
+            output=order.output,
+            params=order.params,
+            metadata=order.metadata,
+            images=len(order.images),
+            queue_timeout=order.queue_timeout,
+            run_timeout=order.run_timeout,
+            created_at=time.time(),
+            key="" if key is None else key.name,
+            digest="" if key is None else key.digest,
+        )
+        await self._archive.accept(accepted, order.images)
+        entry = entry_of(accepted)
+        self.records.add(entry)
+        return entry
+
+    def revive(self, job: Remembered) -> Entry | None:
+        """Remember a job of an earlier life as that left it; returns it if it has yet to be brought to its end."""
+        accepted = job.history.accepted
+        entry = revive(job, self._media)
+        self._mint.after(entry.id)
+        if job.history.deleting:
+            self._forget(entry)
+            return None
+        if entry.key:
+            self.keys.remember(entry.key, accepted.digest, entry.id)
+        if entry.ended and entry.view.state is not JobState.DONE and entry.files:
+            self.spawn(self._quietly(self.in_thread(self._media.remove, entry.files)))
+            entry.files = ()
+        self.records.add(entry)
+        if not entry.ended:
+            return entry
+        if job.history.finish is None:
+            self._note_end(entry, entry.view)
+        return None
+
+    def update(self, entry: Entry, view: JobView) -> None:
+        """A job's new state."""
+        self.records.update(entry, view)
+        if entry.completed_at is not None:
+            self._note_end(entry, view)
+            if entry.images:
+                self.spawn(self._archive.drop_images(entry.id))
+
+    async def store(self, request: RequestId, files: Sequence[tuple[MediaFile, bytes]]) -> None:
+        """Keep the files of a job that is about to end; raises `StorageFull` or `StorageFailed`."""
+        stored = await self.in_thread(self._media.store, request, files)
+        entry = self.records.find(request)
+        if entry is None or entry.ended:  # cancelled or deleted while its files were being written
+            await self.in_thread(self._media.remove, stored)
+            return
+        entry.files = stored
+        notes = tuple(note_of(file) for file in stored)
+        self.note(Stored(request=request, files=notes, stored_at=time.time()))
+        await self.settle()  # the decoder forgets its copy after this
+        if entry.ended and entry.files:
+            entry.files = ()
+            await self.in_thread(self._media.remove, stored)
+
+    async def erase(self, entry: Entry) -> None:
+        """Delete everything of a job. What a killed server did not finish of it is finished by the next one."""
+        self.records.remove(entry)
+        self.keys.forget(entry.key)
+        self.note(Deleting(request=entry.id))
+        await self.settle()
+        await self.in_thread(self._media.remove, entry.files)
+        await self._archive.forget(entry.id)
+
+    def expire(self) -> None:
+        """Forget what is older than is to be kept."""
+        if self._config.retained_seconds is not None:
+            self.records.expire(time.time() - self._config.retained_seconds)
+
+    def note(self, entry: JournalEntry) -> None:
+        """Write down what became of a job, soon."""
+        self._archive.note(entry)
+
+    async def settle(self) -> None:
+        """Return once the notes so far are written down, or could not be."""
+        await self._archive.settle()
+
+    # -- inside ------------------------------------------------------------------------------------------------
+
+    def spawn(self, work: Coroutine[Any, Any, T]) -> asyncio.Task[T]:
+        """Do something in the background; `close` waits for it."""
+        task = asyncio.get_running_loop().create_task(work)
+        self._background.add(task)
+        task.add_done_callback(self._background.discard)
+        return task
+
+    def in_thread(self, call: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> asyncio.Future[T]:
+        """Do something that blocks in the thread pool."""
+        return asyncio.get_running_loop().run_in_executor(self._threads, functools.partial(call, *args, **kwargs))
+
+    def _note_end(self, entry: Entry, view: JobView) -> None:
+        assert entry.completed_at is not None
+        self.note(Finish(view=view, started_at=entry.started_at, completed_at=entry.completed_at))
+
+    def _forget(self, entry: Entry) -> None:
+        self.spawn(self._quietly(self.erase(entry)))
+
+    async def _quietly(self, work: Coroutine[Any, Any, None] | asyncio.Future[None]) -> None:
+        try:
+            await work
+        except StorageFailed as error:
+            log.error("something of a job that is over stays behind: %s", error)
