@@ -215,3 +215,15 @@ def test_the_openapi_document_describes_the_served_model(http: httpx.Client) -> 
         for operation in path.values():
             assert "422" not in operation["responses"]
     assert "num_frames" not in document["components"]["schemas"]["ImageRequest"]["properties"]
+
+
+def test_a_video_can_be_paused_and_resumed(http: httpx.Client) -> None:
+    job = http.post("/v1/videos", json={"prompt": "slow"}).json()["id"]
+    paused = http.post(f"/v1/videos/{job}/pause")
+    assert (paused.status_code, paused.json()["paused"]) == (200, True)
+    assert http.post(f"/v1/videos/{job}/pause").json()["paused"]
+    resumed = http.post(f"/v1/videos/{job}/resume").json()
+    assert (resumed["paused"], resumed["resumed_from_step"]) == (False, 0)
+    http.delete(f"/v1/videos/{job}")
+    for verb in ("pause", "resume"):
+        assert http.post(f"/v1/videos/{job}/{verb}").status_code == 404

@@ -275,3 +275,56 @@ def test_the_module_runs_as_a_program() -> None:
         [sys.executable, "-m", "triptych.sim", "--seed", "2"], capture_output=True, text=True, timeout=60, check=False
     )
     assert (done.returncode, "1 seeds hold" in done.stdout) == (0, True), done.stderr
+
+
+# -- checkpoints and preemption ---------------------------------------------------------------------------------------
+
+SAVING = Plan(
+    roles=((E,), (D,), (D,), (V,)), steps=20, checkpoint_interval=0.3, crashes=3, departures=2, preemptions=0.5
+)
+
+
+def test_with_checkpoints_crashes_departures_and_pauses_fail_nothing_and_steps_are_taken_over() -> None:
+    views = [view for seed in range(12) for view in Simulation(seed, SAVING).run().values()]
+    assert {view.state for view in views} == {JobState.DONE}
+    assert sum(view.resumed_from_step > 0 for view in views) > len(views) // 10
+
+
+def test_a_denoiser_that_dies_costs_one_interval_and_the_time_until_that_is_noticed() -> None:
+    simulation = quiet(roles=((E,), (D,), (D,), (V,)), steps=100, checkpoint_interval=1.0)
+    request = simulation.submit("r")
+    until(simulation, request, JobState.DENOISING_RUNNING)
+    simulation.run_for(5.0)
+    before = simulation.server.router.view(request)
+    assert before is not None
+    (maker,) = [view.instance for view in simulation.server.router.instances() if view.leases]
+    simulation.instances[maker].crash()
+    until(simulation, request, JobState.DENOISING_WAITING)
+    until(simulation, request, JobState.DENOISING_RUNNING)
+    after = simulation.server.router.view(request)
+    assert after is not None
+    lost = before.step - after.resumed_from_step
+    assert 0 <= lost <= 1.5 / simulation.plan.step_seconds
+    simulation.instances[maker].start()
+    assert simulation.run()[request].state is JobState.DONE
+
+
+def test_an_instance_that_leaves_hands_over_what_it_cannot_finish() -> None:
+    simulation = quiet(roles=((E,), (D,), (D,), (V,)), steps=100, drain_seconds=2.0)
+    request = simulation.submit("r")
+    until(simulation, request, JobState.DENOISING_RUNNING)
+    simulation.run_for(2.0)
+    (leaver,) = [view.instance for view in simulation.server.router.instances() if view.leases]
+    simulation.instances[leaver].leave(back_in=1.0)
+    simulation.run_for(2.0)
+    view = simulation.server.router.view(request)
+    assert view is not None
+    assert view.resumed_from_step > 20
+    assert simulation.run()[request].attempt == 2
+
+
+def test_a_full_pool_costs_checkpoints_and_nothing_else() -> None:
+    plan = Plan(roles=((E,), (D,), (V,)), pool_bytes=200, steps=12, checkpoint_interval=0.05, jobs=8)
+    for seed in range(10):
+        views = Simulation(seed, plan).run().values()
+        assert {view.state for view in views} == {JobState.DONE}

@@ -46,6 +46,26 @@ def test_freed_neighbours_merge_so_that_the_whole_pool_can_be_used_again() -> No
     assert pool.take_dropped() == ()
 
 
+def test_spare_copies_go_before_older_ones_and_displace_only_their_like() -> None:
+    pool = Pool(CAPACITY)
+    quarter = CAPACITY // 4
+    stage(pool, 1, quarter)
+    for number in (2, 3):
+        pool.stage(copy_id(number), quarter, spare=True)
+        pool.unpin(copy_id(number))
+    stage(pool, 4, quarter)
+    pool.stage(copy_id(5), quarter, spare=True)
+    pool.unpin(copy_id(5))
+    assert pool.take_dropped() == (copy_id(2),)
+    stage(pool, 6, 2 * quarter)
+    assert pool.take_dropped() == (copy_id(3), copy_id(5))
+    with pytest.raises(PoolFull):
+        pool.stage(copy_id(7), quarter, spare=True)
+    stage(pool, 8, quarter)
+    assert pool.take_dropped() == (copy_id(1),)
+    pool.check_integrity()
+
+
 def test_a_copy_that_can_never_fit_names_both_sizes_and_drops_nothing() -> None:
     pool = Pool(CAPACITY, RESERVE)
     stage(pool, 1, ALIGNMENT)
