@@ -223,7 +223,8 @@ async def test_a_key_used_twice_is_one_job_also_at_the_same_time(estate: Estate)
     assert len({record.id for record in records}) == 1
     assert len(estate.service._records) == 1
     other = await estate.submit(idempotency_key=IdempotencyKey("order-8", KEY.digest))
-    assert other.id != records[0].id
+    stranger = await estate.submit(idempotency_key=IdempotencyKey(KEY.value, "digest", "another client"))
+    assert len({records[0].id, other.id, stranger.id}) == 3
 
 
 async def test_a_key_is_refused_for_another_order_also_after_a_restart(estate: Estate) -> None:

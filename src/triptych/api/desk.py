@@ -64,6 +64,9 @@ class Desk:
 
         A request with an Idempotency-Key gets the job of that key if there is one. Raises `TooBusy` and `KeyReused`.
         """
+        key = key_of(request, part)
+        if key is not None and (known := await self._service.repeated(key)) is not None:
+            return known  # however busy the server is
         caller: str | None = request.scope.get(CALLER)
         with self._limits.entering(caller) as enter:
             record = await self._service.submit(
@@ -71,7 +74,7 @@ class Desk:
                 output=output,
                 images=order.images,
                 metadata=metadata_of(order) | dict(metadata or {}) | ({} if caller is None else {CALLER: caller}),
-                idempotency_key=key_of(request, part),
+                idempotency_key=key,
             )
             enter(record.id)
         self._remember(record.id, order.images)
@@ -83,6 +86,8 @@ class Desk:
         Raises `BadRequest` when it started from a picture that is no longer remembered and ``body`` has none.
         """
         schema = need_schema(self._service)
+        if schema.param("prompt") is not None and body.fields.get("prompt") is None:
+            raise BadRequest("prompt", "prompt: is required", code="missing_field")
         pictures = picture_params(schema, source.output)
         known = accepted(schema, source.output)
         fields: dict[str, Any] = {k: v for k, v in source.params.items() if k in known and k not in pictures}

@@ -9,6 +9,7 @@ from typing import Any
 
 from starlette.requests import Request
 
+from triptych.api.keys import CALLER
 from triptych.server.idempotency import LONGEST_KEY, IdempotencyKey
 
 HEADER = "idempotency-key"
@@ -36,5 +37,6 @@ def key_of(request: Request, part: int = 0) -> IdempotencyKey | None:
     digest: str | None = getattr(request.state, "body_digest", None)
     if value is None or digest is None:
         return None
-    whole = IdempotencyKey(value, digest)
-    return whole if part == 0 else IdempotencyKey(f"{value} {part}"[-LONGEST_KEY:], digest)
+    owner = request.scope.get(CALLER) or ""
+    whole = IdempotencyKey(value, digest, owner)
+    return whole if part == 0 else IdempotencyKey(f"{value} {part}"[-LONGEST_KEY:], digest, owner)

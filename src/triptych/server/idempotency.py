@@ -28,6 +28,8 @@ class IdempotencyKey:
 
     value: str
     digest: str
+    owner: str = ""
+    """Whose key it is: the same word of another client is another key."""
 
     def __post_init__(self) -> None:
         if not 0 < len(self.value) <= LONGEST_KEY or not self.value.isprintable():
@@ -37,7 +39,7 @@ class IdempotencyKey:
     @property
     def name(self) -> str:
         """What is remembered of the key: a client may have put a secret into it."""
-        return hashlib.sha256(self.value.encode()).hexdigest()[:32]
+        return hashlib.sha256(f"{self.owner}\0{self.value}".encode()).hexdigest()[:32]
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,12 +72,20 @@ class Keys:
 
         Raises `KeyReused` when the key stands for something else, and what ``accept`` raises; the key is free then.
         """
+        known = await self.repeated(key)
+        if known is not None:
+            return known
+        job = asyncio.ensure_future(accept())
+        self._claims[key.name] = _Claim(key.digest, job)
+        job.add_done_callback(lambda done: self._made(key.name, done))
+        return await asyncio.shield(job)
+
+    async def repeated(self, key: IdempotencyKey) -> RequestId | None:
+        """The job that ``key`` stands for, or None. Raises `KeyReused`, and what refused a job that is being made."""
         claim = self._claims.get(key.name)
         if claim is None:
-            job = asyncio.ensure_future(accept())
-            claim = self._claims[key.name] = _Claim(key.digest, job)
-            job.add_done_callback(lambda done: self._made(key.name, done))
-        elif claim.digest != key.digest:
+            return None
+        if claim.digest != key.digest:
             raise KeyReused(
                 "Idempotency-Key",
                 f"Idempotency-Key={key.value[:40]!r}: was used for a request with other content; "

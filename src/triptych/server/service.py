@@ -155,6 +155,11 @@ class DiffusionService:
             id = await asyncio.shield(self._keeper.spawn(self._accept(order, None)))
         return self.get(id)
 
+    async def repeated(self, key: IdempotencyKey) -> JobRecord | None:
+        """The job that a key stands for already, or None. Raises `KeyReused`."""
+        id = await self._keeper.keys.repeated(key)
+        return None if id is None else self.get(id)
+
     async def _accept(self, order: Order, key: IdempotencyKey | None) -> RequestId:
         shell = self._live_shell()
         if self.schema() is None:

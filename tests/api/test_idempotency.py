@@ -1,0 +1,71 @@
+"""The Idempotency-Key header over HTTP: a request that is sent again starts nothing new."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import httpx
+import pytest
+
+from tests.api.conftest import House
+
+BODY: dict[str, Any] = {"prompt": "a tree"}
+
+
+@pytest.fixture
+def http(house: House) -> httpx.Client:
+    return httpx.Client(base_url=house.url, trust_env=False, timeout=20)
+
+
+def post(http: httpx.Client, key: str, path: str = "/v1/videos", **options: Any) -> httpx.Response:
+    return http.post(path, headers={"Idempotency-Key": key}, **({"json": BODY} | options))
+
+
+def test_the_same_request_again_is_the_same_job_though_its_seed_is_drawn(http: httpx.Client, house: House) -> None:
+    with http:
+        first, second = post(http, "k1").json(), post(http, "k1").json()
+        assert first["id"] == second["id"]
+        assert first["seed"] == second["seed"] is not None
+        assert post(http, "k2").json()["id"] != first["id"]
+
+
+def test_another_request_under_the_key_is_409_and_names_the_header(http: httpx.Client) -> None:
+    with http:
+        post(http, "k3")
+        for options in ({"json": BODY | {"seed": 1}}, {"path": "/v1/images/generations"}):
+            answer = post(http, "k3", **options)
+            assert answer.status_code == 409
+            error = answer.json()["error"]
+            assert (error["code"], error["param"]) == ("idempotency_key_reused", "Idempotency-Key")
+
+
+def test_uploads_count_as_content(http: httpx.Client, picture: bytes) -> None:
+    def upload(data: bytes) -> httpx.Response:
+        return http.post(
+            "/v1/videos",
+            headers={"Idempotency-Key": "k4"},
+            data=BODY,
+            files={"input_reference": ("p.png", data, "image/png")},
+        )
+
+    with http:
+        first = upload(picture)
+        assert first.status_code == 200, first.text
+        assert upload(picture).json()["id"] == first.json()["id"]
+        assert upload(picture + b"\0").status_code == 409
+
+
+def test_several_images_under_one_key_are_several_jobs(http: httpx.Client) -> None:
+    body = {"prompt": "a tree", "n": 2, "response_format": "url", "seed": 3}
+    with http:
+        first = post(http, "k5", "/v1/images/generations", json=body).json()["data"]
+        second = post(http, "k5", "/v1/images/generations", json=body).json()["data"]
+        assert len({image["url"] for image in first}) == 2
+        assert first == second
+
+
+@pytest.mark.parametrize("key", ["", "x" * 256])
+def test_a_key_that_is_none_is_400(http: httpx.Client, key: str) -> None:
+    with http:
+        answer = post(http, key)
+        assert (answer.status_code, answer.json()["error"]["param"]) == (400, "Idempotency-Key")
