@@ -43,6 +43,8 @@ def test_only_fields_that_were_read_cross(classes: OutputClasses) -> None:
         last_hidden_state=torch.ones(1, 4), pooler_output=torch.zeros(1, 2), hidden_states=layers(5)
     )
     read = classes.noted(answer)
+    assert "hidden_states" in read
+    assert len(read) == 3
     assert torch.equal(read.hidden_states[-2], layers(5)[3])
     assert torch.equal(read[1], torch.zeros(1, 2))
     back = crossed(classes, read)

@@ -24,7 +24,8 @@ _AFTER_DECODE = frozenset({"safety_checker", "watermarker"})
 
 _UNSENDABLE = frozenset(
     {"mask_image", "control_image", "controls", "video", "conditioning_frames", "reference_images", "input_images",
-     "original_image", "adapter_image", "control_video", "pose_video", "images", "hint", "conditions"}
+     "original_image", "adapter_image", "control_video", "pose_video", "images", "hint", "conditions",
+     "reference_conditions"}
 )  # fmt: skip
 """Conditioning that requests have no parameter for. Pipelines give most of it a default of None and check later."""
 

@@ -135,6 +135,9 @@ class Reader:
     def __contains__(self, name: object) -> bool:
         return name in self.fields
 
+    def __len__(self) -> int:
+        return len(self.fields)
+
     def keys(self) -> Iterable[str]:
         """Names of the fields, which reads none of them."""
         return self.fields.keys()

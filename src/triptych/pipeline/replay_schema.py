@@ -17,7 +17,7 @@ from triptych.pipeline.schema import COUNT_INPUTS, Settings, build_schema
 from triptych.wire.schema import HandoffSize, Param, RequestSchema
 
 ALIASES: dict[str, tuple[str, ...]] = {
-    "guidance_scale": ("guidance_scale", "max_guidance_scale", "true_cfg_scale"),
+    "guidance_scale": ("guidance_scale", "max_guidance_scale", "distilled_guidance_scale", "true_cfg_scale"),
     "num_frames": ("num_frames", "video_length", "frames"),
     "fps": ("fps", "frame_rate"),
 }
