@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import importlib
 import importlib.util
+from collections.abc import Callable
+from functools import cache
 from typing import Any
 
 import torch
@@ -46,7 +48,8 @@ def _(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float, causal: b
 @torch.library.custom_op("triptych::flash3_fp8", mutates_args=(), device_types="cuda")
 def flash3_fp8(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float, causal: bool) -> torch.Tensor:
     """Lossy attention in FP8 (e4m3) with one scale per batch and head for each of q, k and v; bfloat16 out."""
-    (q8, q_descale), (k8, k_descale), (v8, v_descale) = _quantise(q), _quantise(k), _quantise(v)
+    quantise = _compiled_quantise()
+    (q8, q_descale), (k8, k_descale), (v8, v_descale) = quantise(q), quantise(k), quantise(v)
     return _run(q8, k8, v8, scale, causal, q_descale=q_descale, k_descale=k_descale, v_descale=v_descale)
 
 
@@ -55,7 +58,12 @@ def _(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float, causal: b
     return q.new_empty(*q.shape[:-1], v.shape[-1])
 
 
-@torch.compile(dynamic=False)
+@cache
+def _compiled_quantise() -> Callable[[torch.Tensor], tuple[torch.Tensor, torch.Tensor]]:
+    # at the first use: compiling is nothing that an import should start
+    return torch.compile(_quantise, dynamic=False)
+
+
 def _quantise(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """x [batch, tokens, heads, dim] as e4m3 and its descale factors, float32 [batch, heads]."""
     peak = x.abs().amax(dim=(1, 3)).float().clamp_min(1e-6)
