@@ -24,7 +24,7 @@ def test_generate_writes_the_video_that_the_api_makes(pool: Deployment, spawn: S
 
 
 def test_generate_takes_a_length_in_seconds(pool: Deployment, spawn: Spawn, folder: Path) -> None:
-    words = ["--size", "32x32", "--seconds", "1.125", "--steps", "2", "--seed", "7"]
+    words = ["--size", "32x32", "--seconds", "1.125", "--steps", "2", "--guidance-scale", "3", "--seed", "7"]
     process = spawn("generate", "generate", PROMPT, "-o", "clip.mp4", "--server", pool.api.url, *words)
     assert process.end() == 0, process.output()
     nine_frames = pool.api.make(prompt=PROMPT, size="32x32", num_frames=9, num_inference_steps=2)
