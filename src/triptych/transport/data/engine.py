@@ -51,7 +51,7 @@ _SETTINGS = {
 """Set unless the operator has set them already."""
 
 _FAST_NAP = 5e-5
-_SLOW_NAP = 5e-4
+_SLOW_NAP = 2e-4
 _IDLE_SECONDS = 30.0
 _CLOSE_SECONDS = 2.0
 
