@@ -244,18 +244,24 @@ def cinema(tmp_path_factory: pytest.TempPathFactory) -> Iterator[House]:
 def make_house(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., AbstractContextManager[House]]:
     """Opens a live server with the settings of a `ServerConfig` that are given.
 
-    ``accepts``: the schema of its model. ``inputs``: files of its input folder.
+    ``accepts``: the schema of its model. ``inputs``: files of its input folder. ``playable``: its videos are real.
     """
 
     @contextmanager
     def make(
-        *, accepts: RequestSchema | None = None, inputs: Mapping[str, bytes] | None = None, **options: Any
+        *,
+        accepts: RequestSchema | None = None,
+        inputs: Mapping[str, bytes] | None = None,
+        playable: bool = False,
+        **options: Any,
     ) -> Iterator[House]:
         if inputs is not None:
             options["input_root"] = root = tmp_path_factory.mktemp("inputs")
             for name, data in inputs.items():
                 (root / name).parent.mkdir(parents=True, exist_ok=True)
                 (root / name).write_bytes(data)
+        if playable:
+            options["clip"] = film()
         house = House(tmp_path_factory.mktemp("media"), accepts or schema(with_count=True), **options)
         house.open()
         try:

@@ -65,6 +65,13 @@ def test_a_finished_video_has_a_thumbnail_and_a_sheet(theatre: openai.OpenAI, ci
     assert content.response.headers["content-disposition"] == expected
 
 
+def test_a_file_that_is_no_video_has_no_thumbnail(sdk: openai.OpenAI) -> None:
+    video = sdk.videos.create_and_poll(prompt="a cat")
+    with pytest.raises(openai.InternalServerError, match=r"\.mp4 cannot be decoded") as caught:
+        sdk.videos.download_content(video.id, variant="thumbnail")
+    assert "/" not in caught.value.body["message"]  # type: ignore[index]
+
+
 def test_a_video_says_when_it_goes(theatre: openai.OpenAI) -> None:
     video = theatre.videos.create_and_poll(prompt="a cat")
     assert video.completed_at is not None

@@ -51,7 +51,9 @@ def derive(path: Path, what: Derivation) -> bytes:
     except FileNotFoundError as error:
         raise NotFound(f"{path.name} is no longer in the store") from error
     except (FFmpegError, IndexError) as error:
-        raise StorageFailed(f"{path.name} cannot be decoded: {error}") from error
+        # Not the error's own text: it holds the path, which is the operator's business.
+        reason = error.strerror if isinstance(error, FFmpegError) else "it has no pictures"
+        raise StorageFailed(f"{path.name} cannot be decoded: {reason}") from error
 
 
 def _derive(file: StoredFile, what: Derivation) -> bytes:

@@ -29,7 +29,18 @@ KEEP_ALIVE_SECONDS: Final = 15.0
 """Longest silence of a stream; a comment ends it."""
 EVENTS_RESPONSE: Final[dict[str, Any]] = {
     "description": "Events queued, stage, step, then done or failed; the data of each is a JobEvent.",
-    "content": {"text/event-stream": {"schema": {"type": "string"}}},
+    "content": {
+        "text/event-stream": {
+            "schema": {
+                "type": "object",
+                "required": ["event", "data"],
+                "properties": {
+                    "event": {"type": "string", "enum": ["queued", "stage", "step", "done", "failed"]},
+                    "data": {"type": "string", "description": "A job as JSON: id, status, stage, progress, step, ..."},
+                },
+            }
+        }
+    },
 }
 """What the OpenAPI document says of a stream."""
 KEEP_ALIVE: Final = b": keep-alive\n\n"

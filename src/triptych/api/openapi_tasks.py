@@ -29,20 +29,21 @@ def task_body(schema: RequestSchema | None, output: Output, *, form: bool) -> di
     spoken = {name: old for old, name in RENAMED.items()}
     fields = {spoken.get(name, name): property_of(p, form=form) for name, p in params.items() if name not in pictures}
     fields["model"] = {"type": "string", "enum": list(model_names(schema))}
-    fields["task_id"] = {"type": "string", "pattern": "^[A-Za-z0-9][A-Za-z0-9_.-]{0,127}$"}
+    fields["task_id"] = {"type": "string", "pattern": "^([A-Za-z0-9][A-Za-z0-9_.-]{0,127})?$"}
     endings = "|".join(suffix[1:] for suffix in SUFFIXES[output])
     fields["save_result_path"] = {
         "type": "string",
         "description": "Relative path in the server's output folder.",
-        "pattern": rf"^[A-Za-z0-9_-]{{1,60}}(/[A-Za-z0-9_-]{{1,60}}){{0,3}}(\.({endings}))?$",
+        "pattern": rf"^([A-Za-z0-9_-]{{1,60}}(/[A-Za-z0-9_-]{{1,60}}){{0,3}}(\.({endings}))?)?$",
     }
-    exclusive: list[list[str]] = []
+    exclusive = [["save_result_path", "output_format"]]
     if {"height", "width"} <= params.keys():
-        fields["aspect_ratio"] = {"type": "string", "pattern": "^[1-9][0-9]{0,2}:[1-9][0-9]{0,2}$"}
-        exclusive = [["aspect_ratio", "height"], ["aspect_ratio", "width"]]
+        fields["aspect_ratio"] = {"type": "string", "pattern": "^([1-9][0-9]{0,2}:[1-9][0-9]{0,2})?$"}
+        exclusive += [["aspect_ratio", "height"], ["aspect_ratio", "width"]]
         if not form:
             sides = [property_of(params[name]) for name in ("height", "width")]
-            fields["target_shape"] = {"type": "array", "prefixItems": sides, "minItems": 2, "maxItems": 2}
+            both = {"type": "array", "prefixItems": sides, "minItems": 2, "maxItems": 2}
+            fields["target_shape"] = {"anyOf": [both, {"type": "array", "maxItems": 0}]}
             exclusive += [["target_shape", name] for name in ("aspect_ratio", "height", "width")]
     names = [name for name in ("image_path", "last_frame_path")[: 1 + (LAST_FRAME in pictures)] if pictures]
     for name in names:
@@ -56,7 +57,7 @@ def task_body(schema: RequestSchema | None, output: Output, *, form: bool) -> di
     if not form:
         fields = {name: found if name in required else nullable(found) for name, found in fields.items()}
     body = {"type": "object", "properties": fields, "required": required, "additionalProperties": False}
-    return body | ({"not": {"anyOf": [{"required": pair} for pair in exclusive]}} if exclusive else {})
+    return body | {"not": {"anyOf": [{"required": pair} for pair in exclusive]}}
 
 
 def remix_body(schema: RequestSchema | None, *, form: bool) -> dict[str, Any]:

@@ -1,6 +1,6 @@
 """The fields of the Task API in terms of the house's own: which become what, which ask for nothing, which are refused.
 
-An empty text means "not given", as clients of this API write it. Names of the pipeline itself are accepted too.
+Names of the pipeline itself are accepted too.
 """
 
 from __future__ import annotations
@@ -47,6 +47,17 @@ NEUTRAL: Final[Mapping[str, tuple[Any, ...]]] = {
 }
 """Fields of features that are not here, with the values that ask for nothing; others are refused, never ignored."""
 
+EMPTY: Final[Mapping[str, Any]] = {
+    "task_id": "",
+    "save_result_path": "",
+    "negative_prompt": "",
+    "image_path": "",
+    "last_frame_path": "",
+    "aspect_ratio": "",
+    "target_shape": [],
+}
+"""Fields whose empty value means "not given", as clients of this API write it."""
+
 SUFFIXES: Final[Mapping[Output, Mapping[str, str]]] = {
     "video": {".mp4": "mp4"},
     "image": {".png": "png", ".jpg": "jpeg", ".jpeg": "jpeg", ".webp": "webp"},
@@ -73,7 +84,7 @@ class TaskFields:
 
 def read_fields(schema: RequestSchema, body: Body, output: Output) -> TaskFields:
     """Take a request apart. Raises `BadRequest` that names the client's field."""
-    given = {k: v for k, v in body.fields.items() if v is not None and (v not in ("", []) or k == "prompt")}
+    given = {name: value for name, value in body.fields.items() if not _is_empty(name, value, form=body.form)}
     task_id = given.pop("task_id", None)
     if task_id is not None and not (isinstance(task_id, str) and _ID.fullmatch(task_id)):
         refuse("task_id", task_id, "up to 128 letters, digits, '-', '_' and '.'")
@@ -88,9 +99,9 @@ def read_fields(schema: RequestSchema, body: Body, output: Output) -> TaskFields
         _place(fields, names, _target(schema, output, name), name, value)
     for name, files in body.uploads.items():
         _place(uploads, names, _target(schema, output, name), name, files)
-    suffix = PurePosixPath(save_path).suffix.lower()
-    if suffix:
-        _place(fields, names, "output_format", "save_result_path", SUFFIXES[output][suffix])
+    kind = SUFFIXES[output].get(PurePosixPath(save_path).suffix.lower())
+    if kind is not None and fields.setdefault("output_format", kind) != kind:
+        raise BadRequest("output_format", f"output_format: is not that of save_result_path={save_path[:60]!r}")
     return TaskFields(
         body=Body(fields=fields, uploads=uploads, form=body.form),
         names=names,
@@ -109,6 +120,10 @@ def in_client_words(error: BadRequest, names: Mapping[str, str]) -> BadRequest:
     renamed = type(error)(spoken, message, code=error.error_code)
     renamed.__cause__ = error
     return renamed
+
+
+def _is_empty(name: str, value: Any, *, form: bool) -> bool:
+    return value is None or (name in EMPTY and (value == EMPTY[name] or (form and value == "")))
 
 
 def _digest(output: Output, given: Mapping[str, Any], uploads: Mapping[str, list[bytes]]) -> str:

@@ -1,0 +1,92 @@
+"""Requests made up from the OpenAPI document, by the thousand: none breaks the server, and every answer is as the
+document says."""
+
+from __future__ import annotations
+
+import importlib.util
+from collections import Counter
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import httpx
+import msgspec
+import pytest
+from hypothesis import HealthCheck, Phase, given, settings
+from hypothesis import strategies as st
+
+EXAMPLES = 72
+"""Requests of each kind (fitting the document, or breaking it somewhere) to each operation."""
+
+
+@pytest.fixture(scope="module")
+def lab(make_house: Callable[..., Any], house: Any) -> Iterator[Any]:
+    """A live server whose model takes no pictures: that a text is a picture cannot be said in a schema."""
+    known = house.service.schema()
+    accepts = msgspec.structs.replace(known, params=tuple(p for p in known.params if p.name != "image"))
+    with make_house(accepts=accepts, playable=True) as lab:
+        yield lab
+
+
+def judged(case: Any, response: Any, *, fits: bool) -> bool:
+    """Whether the document says all about a request's being accepted or refused."""
+    body = case.body
+    if fits:  # how many seconds fit depends on the frames a second, which a schema cannot say
+        return not (response.status_code == 400 and isinstance(body, dict) and {"seconds", "fps"} <= body.keys())
+    return case.media_type != "multipart/form-data"  # where everything is text, and so nothing of the wrong type
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(importlib.util.find_spec("schemathesis") is None, reason="Schemathesis is not installed")
+def test_no_made_up_request_breaks_the_server_or_the_document(lab: Any) -> None:
+    import schemathesis
+    from schemathesis import GenerationMode
+    from schemathesis.checks import not_a_server_error
+    from schemathesis.specs.openapi import checks
+
+    always = [
+        not_a_server_error,
+        checks.status_code_conformance,
+        checks.content_type_conformance,
+        checks.response_schema_conformance,
+        checks.response_headers_conformance,
+    ]
+    counts: Counter[str] = Counter()
+
+    def check(operation: Any, mode: GenerationMode) -> None:
+        fits = mode is GenerationMode.POSITIVE
+        verdict = checks.positive_data_acceptance if fits else checks.negative_data_rejection
+
+        @settings(
+            max_examples=EXAMPLES,
+            deadline=None,
+            database=None,
+            derandomize=True,
+            phases=[Phase.generate],
+            suppress_health_check=list(HealthCheck),
+        )
+        @given(case=operation.as_strategy(generation_mode=mode), real=st.booleans())
+        def run(case: Any, real: bool) -> None:
+            if real and case.path_parameters:
+                case.path_parameters = {name: known(lab, name, case.method) for name in case.path_parameters}
+            response = case.call(timeout=20)
+            counts[operation.label] += 1
+            judges = [*always, verdict] if judged(case, response, fits=fits) else always
+            case.validate_response(response, checks=judges)
+
+        run()
+
+    for result in schemathesis.openapi.from_url(f"{lab.url}/openapi.json").get_all_operations():
+        operation = result.ok()
+        check(operation, GenerationMode.POSITIVE)
+        if list(operation.query) or list(operation.body):  # nothing else can be wrong with a request
+            check(operation, GenerationMode.NEGATIVE)
+    assert counts.total() >= 2000, counts
+
+
+def known(lab: Any, parameter: str, method: str) -> str:
+    """Something that is there, for a path: a job, one for each to delete, or the model."""
+    if parameter == "name":
+        return "painter"
+    if method == "DELETE" or not lab.seen:
+        return httpx.post(f"{lab.url}/v1/videos", json={"prompt": "a cat"}).json()["id"]
+    return httpx.get(f"{lab.url}/v1/videos?limit=1&order=asc").json()["data"][0]["id"]
