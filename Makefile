@@ -7,8 +7,8 @@ PYTHON ?= $(shell for p in python3 python3.13 python3.12 python3.11; do \
 VENV := .venv
 BIN := $(VENV)/bin
 READY := $(VENV)/.ready
-# On Linux the default torch of PyPI is a CUDA build of several GB; this index has the CPU build.
-TORCH_INDEX ?= https://download.pytorch.org/whl/cpu
+# Where the plain torch is a CUDA build of several GB: make demo TORCH_INDEX=<address of an index of CPU builds>
+TORCH_INDEX ?=
 
 .PHONY: demo test check bench fuzz
 
@@ -35,11 +35,9 @@ bench: $(READY)
 $(READY): pyproject.toml
 	@test -n "$(PYTHON)" || { echo "Python 3.11 or newer is needed; name it with make PYTHON=..."; exit 1; }
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
-	$(BIN)/python -c "import torch" 2>/dev/null \
-		|| $(BIN)/pip install --retries 0 --timeout 20 --index-url $(TORCH_INDEX) "torch==2.13.0" \
-		|| $(BIN)/pip install "torch==2.13.0"
-	$(BIN)/pip install -e ".[cpu,dev]"
-	@/sbin/ldconfig -p 2>/dev/null | grep -q libibverbs.so.1 || command -v brew >/dev/null \
+	$(BIN)/pip install -q $(if $(TORCH_INDEX),--index-url $(TORCH_INDEX)) "torch==2.13.0"
+	$(BIN)/pip install -q -e ".[cpu,dev]"
+	@/sbin/ldconfig -p 2>/dev/null | grep -q libibverbs.so.1 \
 		|| { test "$$(id -u)" = 0 && apt-get update && apt-get install -y libibverbs1; } \
 		|| echo "Mooncake needs a system library: sudo apt-get install -y libibverbs1"
 	touch $@
