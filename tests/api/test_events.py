@@ -65,6 +65,8 @@ def test_a_stream_tells_stages_steps_and_the_end(http: httpx.Client, house: Any)
         painter.let_go(lease)
         told.extend(stream)
     assert told[0][1]["stage"] == "denoising_running"
+    percents = [data["progress"] for _, data in told]
+    assert percents == sorted(percents)
     assert (told[0][1]["step"], told[0][1]["steps"]) == (5, 10)
     name, data = told[1]
     assert (name, data["step"], data["id"], data["status"]) == ("step", 8, job, "in_progress")

@@ -142,7 +142,9 @@ def test_a_task_is_followed_from_its_first_post_on(trio: Any, monkeypatch: pytes
         assert next(lines) == "event: queued"
         post(trio, "transformer", {"prompt": "followed"})
         post(trio, "encoder", {"prompt": "followed"})
-        assert "event: done" in list(lines)
+        told = list(lines)
+    assert "event: done" in told
+    assert all(task in line for line in told if line.startswith("data: "))
 
 
 def test_the_door_itself_takes_whole_tasks(trio: Any) -> None:

@@ -49,7 +49,8 @@ KEEP_ALIVE: Final = b": keep-alive\n\n"
 class Progress:
     """What one reader has been told, and the pace of the steps that it saw."""
 
-    def __init__(self, service: DiffusionService, forecast: Forecast) -> None:
+    def __init__(self, service: DiffusionService, forecast: Forecast, name: str) -> None:
+        self._name = name
         self._forecast = forecast
         self._instances = live_instances(service)
         self._told: tuple[JobState, int, int | None, int] | None = None
@@ -78,7 +79,7 @@ class Progress:
         view = record.view
         step, steps = step_of(record)
         return JobEvent(
-            id=record.id,
+            id=self._name,
             status=status_of(record),
             stage=view.state.value,
             progress=progress_of(view),
@@ -127,13 +128,13 @@ class Events:
         self._forecast = forecast
         self.stopping = stopping
 
-    def respond(self, record: JobRecord) -> EventStream:
-        """The stream of one job as a response."""
-        return EventStream(self.follow(record))
+    def respond(self, record: JobRecord, name: str) -> EventStream:
+        """The stream of one job as a response; its events call the job ``name``."""
+        return EventStream(self.follow(record, name))
 
-    async def follow(self, record: JobRecord) -> AsyncGenerator[bytes]:
+    async def follow(self, record: JobRecord, name: str) -> AsyncGenerator[bytes]:
         """Events of a job until its end or its deletion."""
-        progress = Progress(self._service, self._forecast)
+        progress = Progress(self._service, self._forecast, name)
         source = self._service.watch(record.id)
         changed = asyncio.ensure_future(anext(source, None))
         spoken = time.monotonic()

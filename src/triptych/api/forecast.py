@@ -76,9 +76,9 @@ class Forecast:
                     mean = step_seconds * (view.steps - view.step)
                 elif mean is not None:
                     mean *= 1 - view.step / view.steps
-            if mean is None:
+            if mean is None and (later is role or step_seconds is None):
                 return None
-            total += mean
+            total += mean or 0.0  # a stage that never ended yet counts for nothing against steps that are known
         return total
 
 

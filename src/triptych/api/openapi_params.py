@@ -46,7 +46,7 @@ def property_of(param: Param, *, form: bool = True) -> dict[str, Any]:
         if param.max_length is not None:
             found["maxLength"] = param.max_length
         if param.required:
-            found["pattern"] = r"\S"
+            found["pattern"] = r"[^\s\x1c-\x1f\x85]"  # what Python, too, takes for more than space
     values = legal_values(param)
     if values is not None:
         found["enum"] = values

@@ -35,7 +35,7 @@ async def follow_ticket(context: Context, book: TaskBook, ticket: Ticket) -> Asy
             record = context.service.get(ticket.job)
         except NotFound:
             return
-        async with aclosing(context.events.follow(record)) as frames:
+        async with aclosing(context.events.follow(record, ticket.id)) as frames:
             async for one in frames:
                 yield one
 

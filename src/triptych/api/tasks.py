@@ -123,7 +123,7 @@ class Tasks:
         task = self._book.find(task_id)
         if isinstance(task, Ticket):
             return EventStream(follow_ticket(self._context, self._book, task))
-        return self._context.events.respond(task)
+        return self._context.events.respond(task, task_id)
 
     async def stop(self, task_id: str) -> TaskStopped:
         """Stop the task within one denoising step; it stays in the list as cancelled."""

@@ -126,7 +126,8 @@ class Videos:
 
     async def events(self, video_id: str) -> EventStream:
         """The job from now until its end: events queued, stage, step, done and failed."""
-        return self._events.respond(self._find(video_id))
+        record = self._find(video_id)
+        return self._events.respond(record, record.id)
 
     async def pause(self, video_id: str) -> Video:
         """Stop the job at the next step, or at the end of a stage without steps, until it is resumed."""

@@ -45,7 +45,7 @@ def progress_of(view: JobView) -> int:
     reached = _REACHED.get(view.state)
     if reached is not None:
         return reached
-    return 5 + 85 * view.step // view.steps if view.steps else 0
+    return 5 + (85 * view.step // view.steps if view.steps else 0)
 
 
 def step_of(record: JobRecord) -> tuple[int, int]:
