@@ -29,7 +29,7 @@ def test_the_command_prints_a_table() -> None:
     command = [sys.executable, "-c", code, "--outstanding", "4", "--seconds", "0.3"]
     result = subprocess.run(command, capture_output=True, text=True, check=False, timeout=60)
     assert result.returncode == 0, result.stderr
-    assert "every request ended DONE" in result.stdout
+    assert "every request ended DONE" in " ".join(result.stdout.split())  # however narrow the terminal
 
 
 def test_a_no_op_instance_loads_no_torch() -> None:

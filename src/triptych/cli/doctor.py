@@ -7,6 +7,7 @@ import ctypes.util
 import importlib.metadata
 import platform
 import shutil
+import subprocess
 import sys
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -20,6 +21,9 @@ from triptych.launch.ports import is_free
 Verdict: TypeAlias = Literal["ok", "warn", "fail"]
 
 GIB = 1 << 30
+_IMPORT_SECONDS = 60.0
+"""Longest time that importing Mooncake may take."""
+
 MOONCAKE_BUILDS = (
     "mooncake-transfer-engine-non-cuda",
     "mooncake-transfer-engine",
@@ -98,11 +102,13 @@ def _mooncake() -> Iterator[Finding]:
     for library, package in libraries.items():
         if ctypes.util.find_library(library) is None:
             yield Finding(verdict="fail", what=f"lib{library}", found="not found", mend=f"apt-get install -y {package}")
-    try:
-        import mooncake.engine as _  # noqa: F401  # pyright: ignore
-    except (ImportError, OSError) as error:
+    # In a process of its own: the engine takes its settings when it is first imported, and may end its process.
+    command = [sys.executable, "-c", "import mooncake.engine"]
+    result = subprocess.run(command, capture_output=True, text=True, check=False, timeout=_IMPORT_SECONDS)
+    if result.returncode:
         mend = "install the missing system library, or the build that fits this machine's CUDA"
-        yield Finding(verdict="fail", what="mooncake", found=str(error), mend=mend)
+        last = (result.stderr.strip() or f"exit status {result.returncode}").splitlines()[-1]
+        yield Finding(verdict="fail", what="mooncake", found=last, mend=mend)
         return
     yield Finding(verdict="ok", what="mooncake", found=f"{builds[0]} {_version(builds[0])}")
 
