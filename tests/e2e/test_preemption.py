@@ -90,6 +90,7 @@ def test_restarting_every_instance_in_turn_under_load_loses_nothing(saving: Depl
         process.signal(signal.SIGTERM)
         assert process.end(10) == 0, process.output()[-3000:]
         start(saving, name)
+        until(lambda name=name: name in saving.registered(), f"{name} to come back")  # one at a time, as rollouts do
     videos = [saving.api.done(job, seconds=300) for job in lengthy]
     assert any(video["resumed_from_step"] >= 5 for video in videos)
     assert [saving.api.content(job) for job in lengthy] == [expected] * 2
