@@ -27,8 +27,15 @@ is of no use for anything else, and knows no other words.
 from diffusers import WanPipeline
 
 pipe = WanPipeline.from_pretrained("src/triptych/models/tiny")
-frames = pipe("{example}", num_frames={frames}, height={height}, width={width},
-              num_inference_steps={steps}, guidance_scale={guidance}, max_sequence_length=64).frames
+frames = pipe(
+    "{example}",
+    num_frames={frames},
+    height={height},
+    width={width},
+    num_inference_steps={steps},
+    guidance_scale={guidance},
+    max_sequence_length=64,
+).frames
 ```
 
 One clip of {frames} frames at {width}x{height} and {steps} steps takes **{seconds:.1f} s** on {threads} CPU cores in
