@@ -21,7 +21,7 @@ from triptych.api.app import create_app
 from triptych.bench.noop import NoopInstance
 from triptych.client import Client
 from triptych.config import METRICS_OFFSET, ServerConfig
-from triptych.core.events import Ended, Stepped
+from triptych.core.instance_events import Ended, Stepped
 from triptych.ids import ROLES, Role
 from triptych.launch.ports import free_ports, is_free, listen
 from triptych.server.service import DiffusionService

@@ -13,7 +13,7 @@ import httpx
 import pytest
 
 from triptych.api import events
-from triptych.core.events import Stepped
+from triptych.core.instance_events import Stepped
 
 
 @pytest.fixture

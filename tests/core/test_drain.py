@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from triptych.core.events import (
+from triptych.core.events import Tick
+from triptych.core.instance_events import (
     Abort,
     CheckpointMade,
     CopyKept,
@@ -16,7 +17,6 @@ from triptych.core.events import (
     StartPull,
     Stop,
     Suspend,
-    Tick,
 )
 from triptych.ids import CopyId, Epoch, InstanceId, RequestId, Role
 from triptych.wire.messages import (

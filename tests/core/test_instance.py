@@ -4,12 +4,13 @@ from typing import Any, TypeVar
 
 import pytest
 
-from triptych.core.events import (
+from triptych.core.events import Count, Tick
+from triptych.core.instance import InstanceMachine
+from triptych.core.instance_events import (
     Abort,
     ComputeStarted,
     ConnectResults,
     CopiesDropped,
-    Count,
     Ended,
     Forget,
     FromServer,
@@ -25,10 +26,8 @@ from triptych.core.events import (
     StartPull,
     Stepped,
     Stop,
-    Tick,
     Usage,
 )
-from triptych.core.instance import InstanceMachine
 from triptych.ids import ROLES, CopyId, Epoch, InstanceId, RequestId, Role
 from triptych.wire.messages import (
     Ack,

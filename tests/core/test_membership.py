@@ -1,15 +1,6 @@
 from __future__ import annotations
 
-from triptych.core.events import (
-    CancelRequest,
-    Count,
-    Disconnect,
-    InstanceExited,
-    JobState,
-    SendMember,
-    SendWork,
-    Tick,
-)
+from triptych.core.events import CancelRequest, Count, Disconnect, InstanceExited, JobState, SendMember, SendWork, Tick
 from triptych.ids import ROLES, CopyId, Epoch, InstanceId, RequestId, Role
 from triptych.wire.messages import Cancel, Goodbye, Heartbeat, Lease, Refused, Release, RunStage, Unknown, Welcome
 

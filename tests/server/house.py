@@ -12,7 +12,8 @@ from typing import Any
 from triptych.bench.control import free_ports
 from triptych.bench.noop import NoopInstance
 from triptych.config import RouterConfig, ServerConfig
-from triptych.core.events import Ended, JobState
+from triptych.core.events import JobState
+from triptych.core.instance_events import Ended
 from triptych.ids import ROLES, RequestId, Role
 from triptych.server.service import DiffusionService, JobRecord
 from triptych.wire.messages import Lease, Outcome

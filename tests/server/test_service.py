@@ -11,7 +11,8 @@ from pathlib import Path
 import pytest
 
 from tests.server.house import PATIENCE, House, until
-from triptych.core.events import JobState, Stepped
+from triptych.core.events import JobState
+from triptych.core.instance_events import Stepped
 from triptych.errors import BadRequest, ConfigError, NotFound, NotReady
 from triptych.ids import ROLES, RequestId, Role
 from triptych.server.service import DiffusionService

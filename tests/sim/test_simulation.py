@@ -7,7 +7,8 @@ import sys
 
 import pytest
 
-from triptych.core.events import CancelRequest, FromServer, JobState
+from triptych.core.events import CancelRequest, JobState
+from triptych.core.instance_events import FromServer
 from triptych.core.job import Job
 from triptych.core.ledger import Ledger
 from triptych.core.router import Router

@@ -11,7 +11,7 @@ from typing import Any, TypeVar
 import pytest
 import torch
 
-from triptych.core.events import ComputeStarted, Ended, Stepped
+from triptych.core.instance_events import ComputeStarted, Ended, Stepped
 from triptych.errors import BadRequest, ModelError, StageError
 from triptych.ids import Epoch, InstanceId, RequestId, Role
 from triptych.pipeline.stage import StageOutput, StageResult

@@ -10,8 +10,8 @@ from collections.abc import Iterator
 import pytest
 import torch
 
-from triptych.core.events import Ended, Stop, Usage
 from triptych.core.instance import InstanceMachine
+from triptych.core.instance_events import Ended, Stop, Usage
 from triptych.errors import ConfigError
 from triptych.ids import ROLES, Epoch, InstanceId, RequestId, Role
 from triptych.pipeline.stage import RolePipeline

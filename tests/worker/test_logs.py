@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from triptych.core.events import Pulled, PullFailed
+from triptych.core.instance_events import Pulled, PullFailed
 from triptych.errors import ConfigError
 from triptych.ids import CopyId, Epoch, InstanceId, RequestId, Role
 from triptych.wire.messages import ErrorInfo, Finished, Lease, Staged, StageFailed, Stopped

@@ -8,7 +8,7 @@ from queue import SimpleQueue
 
 import pytest
 
-from triptych.core.events import Stop
+from triptych.core.instance_events import Stop
 from triptych.errors import TransferError
 from triptych.worker.jobs import Post, ThreadDied
 from triptych.worker.threads import Mailbox, WorkerThread

@@ -8,7 +8,7 @@ from queue import Empty, SimpleQueue
 import pytest
 import torch
 
-from triptych.core.events import CheckpointMade, CopyKept, Ended, PullFailed
+from triptych.core.instance_events import CheckpointMade, CopyKept, Ended, PullFailed
 from triptych.ids import CopyId, Epoch, InstanceId, RequestId, Role
 from triptych.pipeline.stage import StageOutput
 from triptych.transport.data.local import LocalPlane

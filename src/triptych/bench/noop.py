@@ -13,11 +13,12 @@ from typing import Any, assert_never
 import xxhash
 
 from triptych.config import parse_tcp_url
-from triptych.core.events import (
+from triptych.core.events import Count, Tick
+from triptych.core.instance import InstanceMachine
+from triptych.core.instance_events import (
     Abort,
     ComputeStarted,
     ConnectResults,
-    Count,
     Ended,
     Forget,
     FromServer,
@@ -33,9 +34,7 @@ from triptych.core.events import (
     StartPull,
     Stop,
     Suspend,
-    Tick,
 )
-from triptych.core.instance import InstanceMachine
 from triptych.ids import CopyId, Epoch, InstanceId, Role
 from triptych.transport.control.instance import InstanceControl
 from triptych.transport.control.keys import Keys

@@ -1,6 +1,6 @@
-"""What goes into the router and instance machines, and what comes out.
+"""What goes into the router machine, and what comes out.
 
-Both machines have the same form: ``handle(event, now) -> list[action]`` with ``now`` in seconds of any monotonic clock.
+Its form is ``handle(event, now) -> list[action]`` with ``now`` in seconds of any monotonic clock.
 """
 
 from __future__ import annotations
@@ -9,9 +9,8 @@ import enum
 from dataclasses import dataclass
 from typing import Any, TypeAlias
 
-from triptych.ids import CopyId, Epoch, InstanceId, RequestId, Role
-from triptych.wire.manifest import Manifest
-from triptych.wire.messages import ErrorInfo, FromInstance, Lease, MediaFile, Outcome, Output, Record, ToInstance
+from triptych.ids import Epoch, InstanceId, RequestId, Role
+from triptych.wire.messages import ErrorInfo, FromInstance, Lease, MediaFile, Output, Record, ToInstance
 
 
 class JobState(enum.StrEnum):
@@ -98,7 +97,7 @@ class InstanceView:
     """Whether it was asked to stop and takes no new work."""
 
 
-# -- router: events ---------------------------------------------------------------------------------------------
+# -- events -----------------------------------------------------------------------------------------------------------
 
 
 class Submit(Record, frozen=True, kw_only=True):
@@ -203,7 +202,7 @@ RouterEvent: TypeAlias = (
 )
 
 
-# -- router: actions ---------------------------------------------------------------------------------------------
+# -- actions ----------------------------------------------------------------------------------------------------------
 
 
 class SendMember(Record, frozen=True, kw_only=True):
@@ -273,198 +272,3 @@ class Disconnect(Record, frozen=True, kw_only=True):
 
 
 RouterAction: TypeAlias = SendMember | SendWork | StoreFiles | Update | Count | LeaseGranted | StageDone | Disconnect
-
-
-# -- instance: events --------------------------------------------------------------------------------------------
-
-
-class FromServer(Record, frozen=True, kw_only=True):
-    """A decoded message of the server; ``blobs`` are the raw frames that came with it."""
-
-    message: ToInstance
-    blobs: tuple[bytes, ...] = ()
-
-
-class Pulled(Record, frozen=True, kw_only=True):
-    """The transfer thread has this lease's inputs in memory."""
-
-    lease: Lease
-    seconds: float
-    nbytes: int
-    plane: str
-
-
-class PullFailed(Record, frozen=True, kw_only=True):
-    """An input could not be pulled."""
-
-    lease: Lease
-    copy: CopyId
-    error: ErrorInfo
-
-
-class ComputeStarted(Record, frozen=True, kw_only=True):
-    """The compute thread took the lease up."""
-
-    lease: Lease
-
-
-class CheckpointMade(Record, frozen=True, kw_only=True):
-    """What a running lease did so far is staged; the lease goes on."""
-
-    lease: Lease
-    manifest: Manifest
-    step: int
-    steps: int
-
-
-class CopyKept(Record, frozen=True, kw_only=True):
-    """Another instance's copy was pulled and staged anew, as `KeepCopy` asked."""
-
-    copy: CopyId
-    manifest: Manifest
-
-
-class Stepped(Record, frozen=True, kw_only=True):
-    """One denoising step is done."""
-
-    lease: Lease
-    step: int
-    steps: int
-
-
-class Ended(Record, frozen=True, kw_only=True):
-    """The worker's threads are finished with a lease; ``outcome`` is what to report."""
-
-    outcome: Outcome
-
-
-class CopiesDropped(Record, frozen=True, kw_only=True):
-    """The pool dropped retained copies for room."""
-
-    copies: tuple[CopyId, ...]
-
-
-class Usage(Record, frozen=True, kw_only=True):
-    """Memory figures for the next heartbeat, bytes."""
-
-    pool_used: int
-    resident_bytes: int
-    device_bytes: int
-
-
-class Stop(Record, frozen=True, kw_only=True):
-    """The process is asked to end (signal): take no new work, finish or hand over what runs, then halt."""
-
-    reason: str
-    seconds: float = 0.0
-    """How long that may take at most; 0: halt at once."""
-
-
-InstanceEvent: TypeAlias = (
-    FromServer
-    | Pulled
-    | PullFailed
-    | ComputeStarted
-    | Stepped
-    | CheckpointMade
-    | CopyKept
-    | Ended
-    | CopiesDropped
-    | Usage
-    | Stop
-    | Tick
-)
-
-
-# -- instance: actions -------------------------------------------------------------------------------------------
-
-
-class Say(Record, frozen=True, kw_only=True):
-    """Send on the membership DEALER (hello, heartbeat, goodbye)."""
-
-    message: FromInstance
-
-
-class Report(Record, frozen=True, kw_only=True):
-    """Push to the server's result port of this role. `Finished` goes with the blobs that the worker keeps for it."""
-
-    role: Role
-    message: FromInstance
-
-
-class ConnectResults(Record, frozen=True, kw_only=True):
-    """The server's result ports, as welcomed; replaces any earlier ones."""
-
-    urls: dict[Role, str]
-
-
-class StartPull(Record, frozen=True, kw_only=True):
-    """Give the transfer thread this lease's inputs to pull; answer with `Pulled` or `PullFailed`."""
-
-    lease: Lease
-    inputs: tuple[Manifest, ...]
-    resume: Manifest | None = None
-    """Checkpoint that is pulled with them."""
-
-
-class StartCompute(Record, frozen=True, kw_only=True):
-    """Give the compute thread this stage, whose inputs are in memory. It may queue behind others."""
-
-    lease: Lease
-    params: dict[str, Any]
-    blobs: tuple[bytes, ...]
-    budget_seconds: float
-
-
-class Abort(Record, frozen=True, kw_only=True):
-    """Stop a lease wherever it is; its pulled inputs are freed; answer `Ended` with `Stopped`."""
-
-    lease: Lease
-
-
-class Suspend(Record, frozen=True, kw_only=True):
-    """Stop a lease that is with the compute thread between two steps and stage a checkpoint of it; answer `Ended` with
-    `Stopped`. One that has no further steps is finished instead."""
-
-    lease: Lease
-
-
-class KeepCopy(Record, frozen=True, kw_only=True):
-    """Pull another instance's copy and stage it here; answer with `CopyKept`, or not at all when that fails."""
-
-    manifest: Manifest
-    spare: bool
-
-
-class ReleaseCopies(Record, frozen=True, kw_only=True):
-    """Free staged outputs."""
-
-    copies: tuple[CopyId, ...]
-
-
-class Forget(Record, frozen=True, kw_only=True):
-    """The outcome of this lease is acknowledged: free what was kept to resend it (media bytes)."""
-
-    lease: Lease
-
-
-class Halt(Record, frozen=True, kw_only=True):
-    """The machine is done; the process may exit. ``error`` is a reason to exit with failure."""
-
-    error: str | None = None
-
-
-InstanceAction: TypeAlias = (
-    Say
-    | Report
-    | ConnectResults
-    | StartPull
-    | StartCompute
-    | Abort
-    | Suspend
-    | KeepCopy
-    | ReleaseCopies
-    | Forget
-    | Halt
-    | Count
-)

@@ -14,7 +14,8 @@ from collections import deque
 from typing import assert_never
 
 from triptych.core.drain import Drain
-from triptych.core.events import (
+from triptych.core.events import Tick
+from triptych.core.instance_events import (
     CheckpointMade,
     ComputeStarted,
     ConnectResults,
@@ -30,7 +31,6 @@ from triptych.core.events import (
     Say,
     Stepped,
     Stop,
-    Tick,
     Usage,
 )
 from triptych.core.leases import Leases

@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections import OrderedDict
 from typing import assert_never
 
-from triptych.core.events import (
+from triptych.core.events import Count
+from triptych.core.instance_events import (
     Abort,
     CheckpointMade,
     ComputeStarted,
-    Count,
     Forget,
     FromServer,
     InstanceAction,

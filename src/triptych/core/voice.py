@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
+from typing import TypedDict
 
-from triptych.core.events import CheckpointMade, CopyKept, Pulled, Usage
-from triptych.ids import CopyId, Epoch
+from triptych.core.instance_events import CheckpointMade, CopyKept, Pulled, Usage
+from triptych.ids import CopyId, Epoch, InstanceId
 from triptych.wire.manifest import Manifest
 from triptych.wire.messages import (
     Checkpointed,
@@ -27,6 +28,12 @@ from triptych.wire.messages import (
 )
 
 
+class _Signature(TypedDict):
+    instance: InstanceId
+    epoch: Epoch
+    server_epoch: Epoch | None
+
+
 class Voice:
     """Builds messages; ``template`` is the hello without what changes."""
 
@@ -36,6 +43,11 @@ class Voice:
         self.server: Epoch | None = None
         """The server life that welcomed the instance last."""
 
+    @property
+    def _signature(self) -> _Signature:
+        """Who speaks, and to which life of the server."""
+        return {"instance": self._template.instance, "epoch": self._template.epoch, "server_epoch": self.server}
+
     def hello(self, leases: Iterable[Lease], copies: Iterable[Manifest]) -> Hello:
         """What the instance is, and what it still holds."""
         return replace(self._template, server_epoch=self.server, leases=tuple(leases), copies=tuple(copies))
@@ -44,9 +56,7 @@ class Voice:
         """The next sign of life."""
         self._sequence += 1
         return Heartbeat(
-            instance=self._template.instance,
-            epoch=self._template.epoch,
-            server_epoch=self.server,
+            **self._signature,
             sequence=self._sequence,
             leases=tuple(leases),
             pool_used=usage.pool_used,
@@ -57,92 +67,47 @@ class Voice:
 
     def goodbye(self, reason: str) -> Goodbye:
         """The last word."""
-        return Goodbye(
-            instance=self._template.instance, epoch=self._template.epoch, server_epoch=self.server, reason=reason
-        )
+        return Goodbye(**self._signature, reason=reason)
 
     def draining(self, seconds: float) -> Draining:
         """The instance was asked to stop, and stays so long at most."""
-        return Draining(
-            instance=self._template.instance, epoch=self._template.epoch, server_epoch=self.server, seconds=seconds
-        )
+        return Draining(**self._signature, seconds=seconds)
 
     def kept(self, event: CopyKept) -> Kept:
         """Another instance's copy is here too."""
-        return Kept(
-            instance=self._template.instance,
-            epoch=self._template.epoch,
-            server_epoch=self.server,
-            copy=event.copy,
-            manifest=event.manifest,
-        )
+        return Kept(**self._signature, copy=event.copy, manifest=event.manifest)
 
     def checkpointed(self, event: CheckpointMade) -> Checkpointed:
         """What a lease did so far is staged."""
         return Checkpointed(
-            instance=self._template.instance,
-            epoch=self._template.epoch,
-            server_epoch=self.server,
-            lease=event.lease,
-            manifest=event.manifest,
-            step=event.step,
-            steps=event.steps,
+            **self._signature, lease=event.lease, manifest=event.manifest, step=event.step, steps=event.steps
         )
 
     def fetched(self, event: Pulled) -> Fetched:
         """The inputs of a lease are here."""
         return Fetched(
-            instance=self._template.instance,
-            epoch=self._template.epoch,
-            server_epoch=self.server,
-            lease=event.lease,
-            seconds=event.seconds,
-            nbytes=event.nbytes,
-            plane=event.plane,
+            **self._signature, lease=event.lease, seconds=event.seconds, nbytes=event.nbytes, plane=event.plane
         )
 
     def started(self, lease: Lease) -> Started:
         """A lease is being computed."""
-        return Started(
-            instance=self._template.instance, epoch=self._template.epoch, server_epoch=self.server, lease=lease
-        )
+        return Started(**self._signature, lease=lease)
 
     def progress(self, lease: Lease, step: int, steps: int) -> Progress:
         """Steps of a lease are done."""
-        return Progress(
-            instance=self._template.instance,
-            epoch=self._template.epoch,
-            server_epoch=self.server,
-            lease=lease,
-            step=step,
-            steps=steps,
-        )
+        return Progress(**self._signature, lease=lease, step=step, steps=steps)
 
     def dropped(self, copies: Iterable[CopyId]) -> Dropped:
         """Copies are gone."""
-        return Dropped(
-            instance=self._template.instance,
-            epoch=self._template.epoch,
-            server_epoch=self.server,
-            copies=tuple(copies),
-        )
+        return Dropped(**self._signature, copies=tuple(copies))
 
     def failed(self, lease: Lease, error: ErrorInfo, lost: tuple[CopyId, ...] = ()) -> StageFailed:
         """A lease could not be done."""
-        return StageFailed(
-            instance=self._template.instance,
-            epoch=self._template.epoch,
-            server_epoch=self.server,
-            lease=lease,
-            error=error,
-            lost_copies=lost,
-        )
+        return StageFailed(**self._signature, lease=lease, error=error, lost_copies=lost)
 
     def stopped(self, lease: Lease) -> Stopped:
         """A lease is over without a result."""
-        return Stopped(
-            instance=self._template.instance, epoch=self._template.epoch, server_epoch=self.server, lease=lease
-        )
+        return Stopped(**self._signature, lease=lease)
 
     def outcome(self, outcome: Outcome) -> Outcome:
         """An outcome made under whatever server life, addressed to the present one."""

@@ -9,7 +9,6 @@ from triptych.core.events import (
     Count,
     Disconnect,
     FilesStored,
-    FromServer,
     JobView,
     LeaseGranted,
     Received,
@@ -23,6 +22,7 @@ from triptych.core.events import (
     Tick,
     Update,
 )
+from triptych.core.instance_events import FromServer
 from triptych.core.journal import Accepted, History
 from triptych.core.router import Router
 from triptych.core.states import TERMINAL

@@ -11,15 +11,7 @@ from collections import Counter
 from functools import partial
 from random import Random
 
-from triptych.core.events import (
-    CancelRequest,
-    JobView,
-    MigrateRequest,
-    PauseRequest,
-    Received,
-    ResumeRequest,
-    Submit,
-)
+from triptych.core.events import CancelRequest, JobView, MigrateRequest, PauseRequest, Received, ResumeRequest, Submit
 from triptych.core.states import IllegalTransition
 from triptych.ids import Epoch, InstanceId, RequestId
 from triptych.sim.plan import Plan

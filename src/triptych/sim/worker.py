@@ -6,14 +6,15 @@ from collections.abc import Callable
 from functools import partial
 from typing import assert_never
 
-from triptych.core.events import (
+from triptych.core.events import Count, Received, Tick
+from triptych.core.instance import InstanceMachine
+from triptych.core.instance_events import (
     Abort,
     CheckpointMade,
     ComputeStarted,
     ConnectResults,
     CopiesDropped,
     CopyKept,
-    Count,
     Ended,
     Forget,
     FromServer,
@@ -22,7 +23,6 @@ from triptych.core.events import (
     KeepCopy,
     Pulled,
     PullFailed,
-    Received,
     ReleaseCopies,
     Report,
     Say,
@@ -31,9 +31,7 @@ from triptych.core.events import (
     Stepped,
     Stop,
     Suspend,
-    Tick,
 )
-from triptych.core.instance import InstanceMachine
 from triptych.ids import ROLES, CopyId, Epoch, InstanceId, RequestId, Role
 from triptych.sim.world import Message, World
 from triptych.wire.manifest import Manifest

@@ -8,7 +8,8 @@ from collections.abc import Callable
 from random import Random
 from typing import TypeAlias
 
-from triptych.core.events import FromServer, Received
+from triptych.core.events import Received
+from triptych.core.instance_events import FromServer
 from triptych.sim.plan import Plan
 
 Message: TypeAlias = Received | FromServer

@@ -14,7 +14,7 @@ from queue import SimpleQueue
 
 import torch
 
-from triptych.core.events import ComputeStarted, Ended, Stepped
+from triptych.core.instance_events import ComputeStarted, Ended, Stepped
 from triptych.errors import StageError
 from triptych.ids import Role
 from triptych.pipeline.stage import Resumable, RolePipeline, StageResult, StageRun

@@ -12,11 +12,12 @@ from collections import deque
 from collections.abc import Callable
 from typing import Final, assert_never
 
-from triptych.core.events import (
+from triptych.core.events import Count, Tick
+from triptych.core.instance import InstanceMachine
+from triptych.core.instance_events import (
     Abort,
     ConnectResults,
     CopiesDropped,
-    Count,
     Ended,
     Forget,
     FromServer,
@@ -33,10 +34,8 @@ from triptych.core.events import (
     StartPull,
     Stop,
     Suspend,
-    Tick,
     Usage,
 )
-from triptych.core.instance import InstanceMachine
 from triptych.transport.control.instance import InstanceControl
 from triptych.transport.data.protocol import DataPlane
 from triptych.wire.messages import Finished, FromInstance, Lease

@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 
-from triptych.core.events import Ended
+from triptych.core.instance_events import Ended
 from triptych.errors import StageError
 from triptych.wire.messages import Finished
 from triptych.worker.failure import failed, stopped

@@ -10,7 +10,7 @@ import threading
 from dataclasses import dataclass, field
 from typing import Any, TypeAlias
 
-from triptych.core.events import InstanceEvent, Pulled
+from triptych.core.instance_events import InstanceEvent, Pulled
 from triptych.ids import Epoch, InstanceId
 from triptych.pipeline.stage import Clip, StageOutput
 from triptych.transport.data.protocol import Payload

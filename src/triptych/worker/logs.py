@@ -7,7 +7,7 @@ import os
 import sys
 from typing import Final
 
-from triptych.core.events import Pulled, PullFailed
+from triptych.core.instance_events import Pulled, PullFailed
 from triptych.errors import ConfigError
 from triptych.wire.messages import Finished, Outcome, Staged, StageFailed, Stopped
 

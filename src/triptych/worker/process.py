@@ -13,8 +13,8 @@ import psutil
 import torch
 
 from triptych.config import InstanceConfig
-from triptych.core.events import Stop, Usage
 from triptych.core.instance import InstanceMachine
+from triptych.core.instance_events import Stop, Usage
 from triptych.pipeline.load import load_pipeline
 from triptych.transport.control.instance import InstanceControl
 from triptych.transport.control.keys import load_keys

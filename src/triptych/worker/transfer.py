@@ -17,7 +17,7 @@ from typing import Final
 
 import torch
 
-from triptych.core.events import CheckpointMade, CopyKept, Ended, Pulled, PullFailed
+from triptych.core.instance_events import CheckpointMade, CopyKept, Ended, Pulled, PullFailed
 from triptych.errors import PoolFull, TooLarge, TransferError
 from triptych.ids import CopyId
 from triptych.transport.data.protocol import DataPlane, Payload
