@@ -16,7 +16,7 @@ demo: $(READY)
 	$(BIN)/triptych demo --output outputs/demo.mp4
 
 test: $(READY)
-	$(BIN)/python -m pytest -m "not gpu"
+	$(BIN)/python -m pytest -m "not gpu" -n 2 --dist loadfile
 
 check: $(READY)
 	$(BIN)/ruff check src tests tools

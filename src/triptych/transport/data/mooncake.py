@@ -42,6 +42,7 @@ class _Chunk:
     start: int
     block: Block
     transfer: Transfer
+    retried: bool = False
 
 
 class MooncakeCarrier:
@@ -101,7 +102,12 @@ class MooncakeCarrier:
                         position += size
                         continue
                 chunk = chunks[0]
-                self._engine.wait(chunk.transfer, deadline=deadline, cancelled=cancelled, what=what)
+                try:
+                    self._engine.wait(chunk.transfer, deadline=deadline, cancelled=cancelled, what=what)
+                except TransferError:
+                    if not self._retry(chunk):
+                        raise
+                    continue
                 memory = self._segment.memory[chunk.block.offset : chunk.block.offset + chunk.transfer.nbytes]
                 out[chunk.start : chunk.start + chunk.transfer.nbytes].copy_(memory)
                 chunks.popleft()
@@ -112,6 +118,22 @@ class MooncakeCarrier:
         return out
 
     def _start(self, session: str, remote: int, start: int, size: int, block: Block) -> _Chunk:
+        return _Chunk(start, block, self._read(session, remote, size, block))
+
+    def _retry(self, chunk: _Chunk) -> bool:
+        """Begin a chunk anew whose transfer failed and is over, once.
+
+        The engine keeps connections, also one to the life before this one of a sender that restarted on its port. It
+        notices when it uses it, and makes a new one the next time.
+        """
+        failed = chunk.transfer
+        if chunk.retried or failed.outcome is not Outcome.FAILED:
+            return False
+        chunk.retried = True
+        chunk.transfer = self._read(failed.session, failed.remote, failed.nbytes, chunk.block)
+        return True
+
+    def _read(self, session: str, remote: int, size: int, block: Block) -> Transfer:
         def on_late(outcome: Outcome) -> None:
             if outcome is not Outcome.LOST:
                 with self._lock:
@@ -121,7 +143,7 @@ class MooncakeCarrier:
             session=session, remote=remote, local=self._base + block.offset, nbytes=size, on_late=on_late
         )
         self._engine.start(transfer)
-        return _Chunk(start, block, transfer)
+        return transfer
 
     def _room(self, size: int, others: bool, what: str, deadline: float, cancelled: Callable[[], bool]) -> Block | None:
         """A destination for ``size`` bytes; None when there is none now and other chunks of ours may make room."""
