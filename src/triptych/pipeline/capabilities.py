@@ -72,10 +72,10 @@ def capabilities() -> tuple[Capability, ...]:
 
 def capability_of(pipeline: str) -> Capability:
     """What can be done with the class of that name."""
-    counterpart = modular_counterpart(pipeline)
+    index = {"_class_name": pipeline}
     try:
-        if counterpart is not None:
-            blocks, parts = _cut({"_class_name": pipeline})
+        if modular_counterpart(index) is not None:
+            blocks, parts = _cut(index)
             return Capability(pipeline=pipeline, split="modular", task=_task(parts), blocks=blocks)
         anatomy = anatomy_of(pipeline_class(pipeline))
     except ModelError as error:
@@ -92,7 +92,7 @@ def model_parts(model: str) -> tuple[Part, ...]:
     """
     index = read_index(resolve_source(model))
     present = index_components(index)
-    if modular_counterpart(index["_class_name"]) is not None:
+    if modular_counterpart(index) is not None:
         _, parts = _cut(index)
         return tuple(_block_parts(parts, present))
     anatomy = anatomy_of(pipeline_class(index["_class_name"]))
@@ -173,9 +173,8 @@ def _cut(index: dict[str, Any]) -> tuple[str, Cut]:
     """The modular class for a model index, and its blocks cut into roles."""
     import diffusers
 
-    counterpart = modular_counterpart(index["_class_name"])
-    assert counterpart is not None
-    name = counterpart(index)
+    name = modular_counterpart(index)
+    assert name is not None
     blocks: Any = getattr(diffusers, getattr(diffusers, name).default_blocks_name)
     return name, cut(name, blocks())
 

@@ -14,13 +14,19 @@ from triptych.pipeline.families import MODULAR_NAMES
 REPLAYED = frozenset({"StableDiffusionXLPipeline"})
 """Classes that have modular blocks which are not three parts: their encoder touches the U-Net."""
 
+REPLAYED_SETTINGS = frozenset({"expand_timesteps"})
+"""Settings of a classic pipeline that its blocks know nothing of: a model that has one of them on is replayed."""
 
-def modular_counterpart(classic: str) -> Callable[[dict[str, Any]], str] | None:
-    """What names the modular class, given a model index of the classic one; None where the class is to be replayed."""
+
+def modular_counterpart(index: Mapping[str, Any]) -> str | None:
+    """The modular class for a model index; None where the model is to be replayed."""
     from diffusers.modular_pipelines.modular_pipeline import MODULAR_PIPELINE_MAPPING
 
-    counterparts: Mapping[str | None, Any] = {**MODULAR_PIPELINE_MAPPING}
-    return None if classic in REPLAYED else counterparts.get(modular_name(classic))
+    if index["_class_name"] in REPLAYED or any(index.get(name) for name in REPLAYED_SETTINGS):
+        return None
+    counterparts: Mapping[str | None, Callable[[Mapping[str, Any]], str]] = {**MODULAR_PIPELINE_MAPPING}
+    name = counterparts.get(modular_name(index["_class_name"]))
+    return None if name is None else name(index)
 
 
 def modular_name(classic: str) -> str | None:

@@ -41,7 +41,7 @@ def load_pipeline(model: ModelConfig, roles: tuple[Role, ...], device: str) -> M
     index = read_index(folder)
     present = index_components(index)
     _check_overrides(model.components, present)
-    if modular_counterpart(index["_class_name"]) is None:
+    if modular_counterpart(index) is None:
         return load_replay(model, index, roles, device, _accelerate)
     dtype: torch.dtype = getattr(torch, model.effective_dtype)
     whole = _whole_pipeline(folder, index)
@@ -102,10 +102,10 @@ def _whole_pipeline(folder: Path, index: dict[str, Any]) -> Any:
     import diffusers
 
     classic = index["_class_name"]
-    counterpart = modular_counterpart(classic)
+    counterpart = modular_counterpart(index)
     assert counterpart is not None
     try:
-        return getattr(diffusers, counterpart(index))(pretrained_model_name_or_path=str(folder), config_dict=index)
+        return getattr(diffusers, counterpart)(pretrained_model_name_or_path=str(folder), config_dict=index)
     except (OSError, ValueError, RuntimeError, AttributeError, ImportError) as error:
         raise ModelError(f"model {str(folder)!r}: the modular pipeline of {classic} fails: {error}") from error
 

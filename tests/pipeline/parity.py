@@ -1,0 +1,123 @@
+"""A family whole and in three roles, asked the same: what the parity tests compare."""
+
+from __future__ import annotations
+
+import io
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from PIL import Image
+
+from .harness import Trio, frames_of
+
+
+@dataclass(frozen=True, kw_only=True)
+class Case:
+    """How a family is asked, by its classic pipeline's names where they differ."""
+
+    request: Mapping[str, Any]
+    guidance: str = "guidance_scale"
+    """The classic pipeline's argument."""
+    image: bool = False
+    encoder_keeps: tuple[str, ...] = ()
+    """Weights that the encoder needs besides text and image encoders."""
+    tolerance: int = 0
+    """Levels by which frames may differ; 0 is bit-identical."""
+    classic: Mapping[str, Any] = field(default_factory=dict[str, Any])
+    """Further arguments of the classic pipeline."""
+
+
+@dataclass(frozen=True)
+class Pair:
+    """A family split and whole."""
+
+    case: Case
+    trio: Trio
+    whole: Any
+
+    def expected(self, request: Mapping[str, Any]) -> list[np.ndarray[Any, Any]]:
+        """Frames of each output of the classic pipeline."""
+        arguments = {**self.case.classic, **request}
+        generator = torch.Generator("cpu").manual_seed(arguments.pop("seed"))
+        if "guidance_scale" in arguments:
+            arguments[self.case.guidance] = arguments.pop("guidance_scale")
+        if "n" in arguments:
+            name = "num_videos_per_prompt" if "num_frames" in arguments else "num_images_per_prompt"
+            arguments[name] = arguments.pop("n")
+        if self.case.image:
+            arguments["image"] = picture(arguments)
+        output = self.whole(**arguments, generator=generator, output_type="pil")
+        return [frames_of(clip) for clip in output.frames] if "frames" in output else [
+            frames_of([image]) for image in output.images
+        ]  # fmt: skip
+
+    def split(self, request: Mapping[str, Any]) -> list[np.ndarray[Any, Any]]:
+        """Frames of each output of the three roles. Pictures go as files."""
+        pictures = [name for name, value in request.items() if _is_picture(value)]
+        request, files = dict(request), list[bytes]()
+        if self.case.image:
+            request["image"] = picture(request)
+            pictures.append("image")
+        for name in pictures:
+            value = request[name]
+            request[name] = [_filed(item, files) for item in value] if isinstance(value, list) else _filed(value, files)
+        return [clip.frames for clip in self.trio.generate(request, files)]
+
+    def check(self, request: Mapping[str, Any], **more: Any) -> None:
+        """Both give the same, but for the case's tolerance."""
+        request = {**request, **more}
+        expected, got = self.expected(request), self.split(request)
+        assert len(got) == len(expected)
+        for ours, theirs in zip(got, expected, strict=True):
+            assert ours.shape == theirs.shape
+            assert ours.std() > 0, "a flat picture proves nothing"
+            assert np.abs(ours.astype(int) - theirs.astype(int)).max() <= self.case.tolerance
+
+
+def picture(request: Mapping[str, Any], seed: int = 0) -> Image.Image:
+    """A picture of noise in the size that a request asks for."""
+    pixels = np.random.default_rng(seed).integers(0, 255, (request["height"], request["width"], 3), dtype=np.uint8)
+    return Image.fromarray(pixels)
+
+
+def png(image: Image.Image) -> bytes:
+    """The picture as a file."""
+    file = io.BytesIO()
+    image.save(file, "PNG")
+    return file.getvalue()
+
+
+def classic(folder: Path, dtype: torch.dtype = torch.float32) -> Any:
+    """The whole pipeline as Diffusers loads it."""
+    from diffusers import DiffusionPipeline
+
+    pipeline = DiffusionPipeline.from_pretrained(str(folder), dtype=dtype)
+    pipeline.set_progress_bar_config(disable=True)
+    return pipeline
+
+
+def pairs(cases: Mapping[str, Case], checkpoint: Callable[[str], Path], work: Path) -> Callable[[str], Pair]:
+    """Family name -> its pair, loaded once. ``checkpoint`` gives the model folder."""
+    made: dict[str, Pair] = {}
+
+    def get(family: str) -> Pair:
+        if family not in made:
+            case, folder = cases[family], checkpoint(family)
+            made[family] = Pair(case, Trio(folder, work / family, encoder_keeps=case.encoder_keeps), classic(folder))
+        return made[family]
+
+    return get
+
+
+def _is_picture(value: Any) -> bool:
+    items: Sequence[Any] = value if isinstance(value, list) else [value]
+    return bool(items) and all(isinstance(item, Image.Image) for item in items)
+
+
+def _filed(image: Image.Image, files: list[bytes]) -> dict[str, int]:
+    files.append(png(image))
+    return {"blob": len(files) - 1}
