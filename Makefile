@@ -10,7 +10,7 @@ READY := $(VENV)/.ready
 # Where the plain torch is a CUDA build of several GB: make demo TORCH_INDEX=<address of an index of CPU builds>
 TORCH_INDEX ?=
 
-.PHONY: demo test check bench fuzz
+.PHONY: demo test check bench fuzz soak
 
 demo: $(READY)
 	$(BIN)/triptych demo --output outputs/demo.mp4
@@ -27,6 +27,11 @@ check: $(READY)
 # Ten times the hostile frames of a normal test run, at every socket of a server and an instance.
 fuzz: $(READY)
 	TRIPTYCH_FUZZ_FRAMES=200000 $(BIN)/python -m pytest -q tests/e2e/test_fuzz.py --timeout 1200
+
+# Ten times the simulated clusters of a normal test run; SEED=N goes on where an earlier run was stopped.
+SEED ?= 0
+soak: $(READY)
+	$(BIN)/python -m triptych.sim --seed $(SEED) --count $$((100000 - $(SEED)))
 
 bench: $(READY)
 	$(BIN)/triptych bench control

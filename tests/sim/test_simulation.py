@@ -14,10 +14,11 @@ from triptych.core.ledger import Ledger
 from triptych.core.router import Router
 from triptych.ids import ROLES, InstanceId, RequestId
 from triptych.sim.__main__ import main
+from triptych.sim.network import Message
 from triptych.sim.plan import Plan
 from triptych.sim.simulation import Simulation
 from triptych.sim.worker import SimInstance
-from triptych.sim.world import Message, Violation
+from triptych.sim.world import Violation
 from triptych.wire.messages import Ack, Finished, Release, RunStage, Staged, Welcome
 
 E, D, V = ROLES
@@ -43,7 +44,7 @@ def swallow(simulation: Simulation, kind: type, times: int = 1) -> list[object]:
             return True
         return False
 
-    simulation.world.intercept = intercept
+    simulation.network.intercept = intercept
     return lost
 
 

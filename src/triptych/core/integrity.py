@@ -64,24 +64,26 @@ def _check_job(ledger: Ledger, job: Job) -> None:
 
 
 def _check_member(ledger: Ledger, member: Member) -> None:
-    name = f"instance {member.id}"
-    assert ledger.members[member.id] is member
-    assert member.free >= 0, f"{name} holds {len(member.grants)} leases in {member.hello.slots} slots"
+    id, hello, serving = member.id, member.hello, ledger.serving
+    assert ledger.members[id] is member
+    assert member.free >= 0, f"instance {id} holds {len(member.grants)} leases in {hello.slots} slots"
     for lease, grant in member.grants.items():
-        assert grant.lease == lease, f"{name}: {grant.lease} booked as {lease}"
-        assert grant.instance == member.id, f"{name}: {lease} booked here and with {grant.instance}"
+        assert grant.lease == lease, f"instance {id}: {grant.lease} booked as {lease}"
+        assert grant.instance == id, f"instance {id}: {lease} booked here and with {grant.instance}"
         if grant.job is not None:
-            assert ledger.jobs.get(lease.request) is grant.job, f"{name}: {lease} of a request that has ended"
-            assert grant.job.grant is grant, f"{name}: {lease} is not the request's own lease"
-    for role in ROLES:
-        serves = role in member.hello.roles and not member.draining
-        assert (member.id in ledger.serving[role]) == serves, f"{name}: wrongly listed for {role}"
-        is_open = ledger.open[role].get(member.id) is member
-        assert is_open == (serves and member.has_room(role)), f"{name}: open for {role} is {is_open}"
-        outputs = [copy for copy in member.copies.values() if not copy.spare]
-        kept = sum(copy.manifest.nbytes for copy in outputs if copy.producer is role)
-        assert kept == member.retained[role], f"{name}: keeps {kept} bytes of {role}, booked {member.retained[role]}"
-    spare = sum(copy.manifest.nbytes for copy in member.copies.values() if copy.spare)
-    assert spare == member.spare_bytes, f"{name}: keeps {spare} bytes of checkpoints, booked {member.spare_bytes}"
+            assert ledger.jobs.get(lease.request) is grant.job, f"instance {id}: {lease} of a request that has ended"
+            assert grant.job.grant is grant, f"instance {id}: {lease} is not the request's own lease"
+    spare, kept = 0, dict.fromkeys(ROLES, 0)
     for copy in member.copies.values():
-        assert copy.job.copies.get(copy.manifest.copy) is copy, f"{name}: its copy is unknown to the request"
+        assert copy.job.copies.get(copy.manifest.copy) is copy, f"instance {id}: its copy is unknown to the request"
+        if copy.spare:
+            spare += copy.manifest.nbytes
+        else:
+            kept[copy.producer] += copy.manifest.nbytes
+    assert spare == member.spare_bytes, f"instance {id}: {spare} bytes of checkpoints, booked {member.spare_bytes}"
+    assert kept == member.retained, f"instance {id}: keeps bytes {kept}, booked {member.retained}"
+    for role in ROLES:
+        serves = role in hello.roles and not member.draining
+        assert (id in serving[role]) == serves, f"instance {id}: wrongly listed for {role}"
+        is_open = ledger.open[role].get(id) is member
+        assert is_open == (serves and member.has_room(role)), f"instance {id}: open for {role} is {is_open}"

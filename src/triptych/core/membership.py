@@ -170,8 +170,9 @@ class Membership:
                         ledger.count("lease_lost", f"{grant.lease.role}", member.id, grant.lease.request)
                         ledger.requeue(grant.job, grant, "lost on the way", charged=False)
         odd = frozenset(lease for lease in listed if lease not in member.grants)
-        for lease in odd & member.odd_leases:
-            ledger.cancel(member, lease)
+        for lease in message.leases:  # not in the order of a set, which differs from process to process
+            if lease in odd and lease in member.odd_leases:
+                ledger.cancel(member, lease)
         member.odd_leases = odd
 
     def _compare_copies(self, member: Member, message: Heartbeat) -> None:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import functools
-import logging
 import secrets
 import time
 from collections.abc import AsyncIterator, Mapping, Sequence
@@ -35,6 +34,7 @@ from triptych.server.idempotency import IdempotencyKey
 from triptych.server.info import describe_pool
 from triptych.server.keeper import Keeper
 from triptych.server.metrics import Gauges, Metrics
+from triptych.server.notices import Notices
 from triptych.server.readiness import Addresses, Readiness, judge
 from triptych.server.records import Entry, JobRecord, OutputKind, StoredFile, turn
 from triptych.server.shell import Shell
@@ -45,7 +45,6 @@ from triptych.wire.schema import RequestSchema
 
 __all__ = ["DiffusionService", "JobRecord", "OutputKind", "Readiness", "StoredFile"]
 
-log = logging.getLogger(__name__)
 
 STORE_THREADS = 4
 """Media files written at the same time."""
@@ -71,6 +70,7 @@ class DiffusionService:
         self._addresses = Addresses()
         self._metrics = Metrics(self._gauges)
         self._router = Router(config.router, self._epoch, self._result_urls())
+        self._notices = Notices()
         self._known: dict[InstanceId, None] = {}
         self._resolving = False
         self._control: ServerControl | None = None
@@ -319,7 +319,7 @@ class DiffusionService:
     def counted(self, count: Count) -> None:
         """The router found something worth counting."""
         self._metrics.count(count)
-        log.info("%s: %s (instance %s, request %s)", count.name, count.detail, count.instance, count.request)
+        self._notices.add(count)
 
     async def store(self, request: RequestId, files: Sequence[tuple[MediaFile, bytes]]) -> None:
         """Keep the files of a job that is about to end; raises `StorageFull` or `StorageFailed`."""
@@ -335,6 +335,7 @@ class DiffusionService:
         if self._control is not None:
             self._metrics.dropped = self._control.dropped
         self._keeper.expire()
+        self._notices.flush()
         if self._addresses.stale and not self._resolving:
             self._resolving = True
             self._keeper.spawn(self._resolve())

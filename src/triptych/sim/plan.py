@@ -58,7 +58,13 @@ class Plan:
     """Instances that are asked to stop and come back as another life."""
     drain_seconds: float = 3.0
     """How long such an instance may take to leave; 0: at once."""
+    partitions: int = 0
+    """Cuts between some of the instances and everybody else."""
+    clock_jumps: int = 0
+    """Of any one process, by up to half a minute."""
     server_restarts: int = 0
+    server_downtime: float = 0.0
+    """Up to so many seconds pass between two lives of the server."""
     unjournalled: float = 0.0
     """Chance that a lease or a finished stage is missing in the journal after a restart."""
     calm_at: float = 8.0
@@ -81,7 +87,9 @@ class Plan:
             pool_bytes=random.choice((150, 300, 1000)),
             policy=random.choice(("round_robin", "max_free_slots")),
             encoder_feeds_decoder=random.random() < 0.5,
-            jobs=random.randint(1, 9),
+            jobs=random.randint(1, 6),
+            arrivals=2.0,
+            calm_at=4.0,
             impatient=sometimes(0.3, 0.4),
             cancels=sometimes(0.5, 0.5),
             jitter=sometimes(0.7, random.choice((0.01, 0.3, 1.5))),
@@ -91,10 +99,13 @@ class Plan:
             stage_failure=sometimes(0.4, 0.3),
             hopeless=sometimes(0.2, 0.1),
             store_failure=sometimes(0.2, 0.2),
-            crashes=random.choice((0, 0, 1, 2, 4)),
+            crashes=random.choice((0, 0, 1, 2, 3)),
             freezes=random.choice((0, 0, 1, 2)),
-            departures=random.choice((0, 0, 0, 1, 3)),
+            departures=random.choice((0, 0, 0, 1, 2)),
+            partitions=random.choice((0, 0, 0, 1, 2)),
+            clock_jumps=random.choice((0, 0, 0, 1, 2)),
             server_restarts=random.choice((0, 0, 0, 1, 2)),
+            server_downtime=random.choice((0.0, 1.0, 4.0)),
             unjournalled=sometimes(0.3, 0.5),
             steps=random.choice((2, 4, 12)),
             checkpoint_interval=random.choice((0.0, 0.05, 0.3)),

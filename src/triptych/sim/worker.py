@@ -32,14 +32,17 @@ from triptych.core.instance_events import (
     Stop,
     Suspend,
 )
-from triptych.ids import ROLES, CopyId, Epoch, InstanceId, RequestId, Role
-from triptych.sim.world import Message, World
+from triptych.ids import ROLES, CopyId, Epoch, InstanceId, Role
+from triptych.sim.coverage import Fault
+from triptych.sim.greeting import greeting
+from triptych.sim.holders import Holders
+from triptych.sim.network import SERVER, Message, Network
+from triptych.sim.pool import SimPool
+from triptych.sim.world import Clock, World
 from triptych.wire.manifest import Manifest
 from triptych.wire.messages import (
-    PROTOCOL_VERSION,
     ErrorInfo,
     Finished,
-    Hello,
     Lease,
     MediaFile,
     Outcome,
@@ -49,11 +52,6 @@ from triptych.wire.messages import (
     Stopped,
     replace,
 )
-from triptych.wire.schema import RequestSchema
-
-SCHEMA = RequestSchema(
-    model="simulated", pipeline="Simulated", split="modular", task="text-to-video", output="video", params=()
-)
 
 
 class SimInstance:
@@ -62,21 +60,36 @@ class SimInstance:
     def __init__(
         self,
         world: World,
+        network: Network,
+        holders: Holders,
         instance: InstanceId,
         roles: tuple[Role, ...],
         peers: dict[InstanceId, SimInstance],
-        to_server: Callable[[Received], None],
+        to_server: Callable[[Message], None],
     ) -> None:
         self.id = instance
         self.roles = roles
         self._world = world
+        self._network = network
+        self._holders = holders
         self._peers = peers
         self._to_server = to_server
+        self._clock = Clock(world)
         self._lives = 0
         self.alive = False
         self._frozen_until = 0.0
         self._back_in: float | None = None
         self.start()
+
+    @property
+    def pool(self) -> dict[CopyId, Manifest]:
+        """The copies that it keeps."""
+        return self._pool.copies
+
+    @property
+    def awake(self) -> bool:
+        """Whether it lives and is not frozen."""
+        return self.alive and self._world.now >= self._frozen_until
 
     # -- lives -------------------------------------------------------------------------------------------------------
 
@@ -86,56 +99,54 @@ class SimInstance:
             return
         plan = self._world.plan
         self._lives += 1
+        if self._lives > 1:
+            self._world.coverage.faults[Fault.RESTART] += 1
+        self._clock.reset()
         self.epoch = Epoch(f"{self.id}/{self._lives}")
         self.alive = True
-        self.machine = InstanceMachine(
-            Hello(
-                instance=self.id,
-                epoch=self.epoch,
-                server_epoch=None,
-                protocol=PROTOCOL_VERSION,
-                roles=self.roles,
-                work_url=f"tcp://{self.id}",
-                host="host",
-                slots=plan.slots,
-                pool_bytes=plan.pool_bytes,
-                planes=("simulated",),
-                schema=SCHEMA,
-                fingerprint="equal",
-                device="cpu",
-            )
-        )
-        self.pool: dict[CopyId, Manifest] = {}
+        self.machine = InstanceMachine(greeting(self.id, self.epoch, self.roles, plan))
+        self._pool = SimPool(self.id, self.epoch, plan.pool_bytes, plan.copy_bytes)
         self.server_of: dict[Lease, Epoch | None] = {}
         """The server life that each lease was begun under."""
         self._inputs: dict[Lease, tuple[Manifest, ...]] = {}
         self._aborted: set[Lease] = set()
-        self._spare: dict[CopyId, None] = {}
-        """Copies that yield to others."""
         self._resume: dict[Lease, Manifest] = {}
         self._suspended: set[Lease] = set()
         self._saved_at = 0.0
-        self._copies = 0
         self._timer = float("inf")
+        self._leases: tuple[Lease, ...] = ()
+        """Those that the machine held when it was last looked at."""
         self._line: list[Lease] = []
         """Leases of the compute thread; the first one is being computed."""
         self._feed(Tick())
 
     def crash(self) -> None:
         """End this life without a word."""
+        if self.alive:
+            self._world.strike(Fault.CRASH, self.id)
+            self._end_life()
+
+    def _end_life(self) -> None:
         self.alive = False
-        self._world.note(self.id, "crash")
+        self._leases = ()
+        self._holders.update(self.id, frozenset())
 
     def leave(self, *, back_in: float | None = None) -> None:
         """End this life in good order; ``back_in`` seconds after that the next one begins."""
         if self.alive:
+            self._world.strike(Fault.DEPARTURE, self.id)
             self._back_in = back_in
             self._feed(Stop(reason="asked to stop", seconds=self._world.plan.drain_seconds))
 
     def freeze(self, seconds: float) -> None:
         """Neither hear nor say nor do anything for a while."""
-        self._world.note(self.id, f"freeze {seconds:.2f}")
-        self._frozen_until = self._world.now + seconds
+        self._world.strike(Fault.FREEZE, self.id, seconds)
+        self._frozen_until = max(self._frozen_until, self._world.now + seconds)
+
+    def jump(self, seconds: float) -> None:
+        """The clock goes ahead."""
+        self._world.strike(Fault.CLOCK_JUMP, self.id, seconds)
+        self._clock.jump(seconds)
 
     def arrive(self, message: Message) -> None:
         """A message has reached the process of whatever life."""
@@ -163,10 +174,10 @@ class SimInstance:
         world = self._world
         if not isinstance(event, Tick):
             world.note(self.id, event)
-        for action in self.machine.handle(event, world.now):
+        for action in self.machine.handle(event, self._clock.now):
             match action:
                 case Say(message=message) | Report(message=message):
-                    self._to_server(Received(message=message))
+                    self._network.send(self.id, SERVER, Received(message=message), self._to_server)
                 case StartPull():
                     self._start_pull(action)
                 case StartCompute(lease=lease):
@@ -182,30 +193,38 @@ class SimInstance:
                     self._later(world.around(0.02), partial(self._keep, action))
                 case ReleaseCopies(copies=copies):
                     for copy in copies:
-                        self.pool.pop(copy, None)
-                        self._spare.pop(copy, None)
+                        self._pool.release(copy)
                 case Forget() | ConnectResults() | Count():
                     pass
                 case Halt(error=error):
                     if error is not None:
                         raise world.violation(f"{self.id} halted: {error}")
-                    self.alive = False
+                    self._end_life()
                     if self._back_in is not None:
                         world.after(self._back_in, self.start)
                         self._back_in = None
                 case _:
                     assert_never(action)
-        self._set_timer()
+        if self.alive:
+            self._note_leases()
+            self._set_timer()
+
+    def _note_leases(self) -> None:
+        leases = self.machine.leases
+        if leases != self._leases:
+            self._leases = leases
+            self._holders.update(self.id, frozenset((self.server_of.get(lease), lease) for lease in leases))
 
     def _set_timer(self) -> None:
-        if self.alive:
-            when = self.machine.next_deadline(self._world.now)
-            if when < self._timer or self._timer <= self._world.now:
-                self._timer = when
-                self._later(max(0.0, when - self._world.now), lambda: self._ring(when))
+        now = self._clock.now
+        when = self.machine.next_deadline(now)
+        if when < self._timer:
+            self._timer = when
+            self._later(max(1e-6, when - now), lambda: self._ring(when))
 
     def _ring(self, when: float) -> None:
         if self._timer == when:
+            self._timer = float("inf")
             self._feed(Tick())
 
     # -- pulls -------------------------------------------------------------------------------------------------------
@@ -238,13 +257,16 @@ class SimInstance:
         """Pull a copy to keep it, if it is still there and there is room."""
         manifest = action.manifest
         if self._reachable(manifest) and self._make_room(spare=action.spare):
-            mine = self._put(manifest.request, manifest.tree, f"kept.{manifest.copy}", spare=action.spare)
+            mine = self._pool.put(manifest.request, manifest.tree, f"kept.{manifest.copy}", spare=action.spare)
             self._feed(CopyKept(copy=manifest.copy, manifest=mine))
 
     def _reachable(self, manifest: Manifest) -> bool:
-        peer = self._peers[manifest.producer]
+        world, peer = self._world, self._peers[manifest.producer]
         there = peer.alive and peer.epoch == manifest.epoch and manifest.copy in peer.pool
-        return there and not self._world.chance(self._world.plan.pull_failure)
+        if there and self._network.connected(self.id, peer.id) and not world.chance(world.plan.pull_failure):
+            return True
+        world.strike(Fault.PULL_FAILED, self.id, manifest.copy)
+        return False
 
     def _end_pull(self, lease: Lease) -> None:
         if lease in self._aborted:
@@ -293,7 +315,7 @@ class SimInstance:
         able = self._world.random.random() < self._world.plan.resumable
         if not able or not self._make_room(spare=True):
             return None
-        return self._put(lease.request, f"checkpoint:{step}".encode(), f"{lease.attempt}@{step}", spare=True)
+        return self._pool.put(lease.request, f"checkpoint:{step}".encode(), f"{lease.attempt}@{step}", spare=True)
 
     def _suspend(self, lease: Lease) -> None:
         self._suspended.add(lease)
@@ -319,6 +341,7 @@ class SimInstance:
             return self._stopped(lease)
         hopeless = world.chance(world.plan.hopeless)
         if hopeless or world.chance(world.plan.stage_failure):
+            world.strike(Fault.STAGE_HOPELESS if hopeless else Fault.STAGE_FAILED, self.id, lease)
             error = ErrorInfo(code="stage_failed", message="simulated", blame="instance", retryable=not hopeless)
             return StageFailed(instance=self.id, epoch=self.epoch, server_epoch=None, lease=lease, error=error)
         if lease.role is Role.DECODER:
@@ -349,38 +372,15 @@ class SimInstance:
     def _stage(self, lease: Lease, consumer: Role) -> Output:
         self._make_room(spare=False)
         name = f"{lease.role}.{lease.attempt}>{consumer}"
-        return Output(consumer=consumer, manifest=self._put(lease.request, lease.role.encode(), name, spare=False))
+        return Output(consumer=consumer, manifest=self._pool.put(lease.request, lease.role.encode(), name, spare=False))
 
     def _make_room(self, *, spare: bool) -> bool:
-        """Drop what yields, oldest first; whether one more copy fits then."""
-        plan = self._world.plan
-        while self.pool and (len(self.pool) + 1) * plan.copy_bytes > plan.pool_bytes:
-            if spare and not self._spare:
-                return False
-            oldest = next(iter(self._spare or self.pool))
-            del self.pool[oldest]
-            self._spare.pop(oldest, None)
-            self._later(0.0, partial(self._feed, CopiesDropped(copies=(oldest,))))
-        return True
-
-    def _put(self, request: RequestId, tree: bytes, name: str, *, spare: bool) -> Manifest:
-        plan = self._world.plan
-        manifest = Manifest(
-            copy=CopyId(f"{self.epoch}:{request}/{name}#{self._copies}"),
-            request=request,
-            producer=self.id,
-            epoch=self.epoch,
-            nbytes=plan.copy_bytes,
-            checksum=0,
-            tensors=(),
-            tree=tree,
-            locators=(),
-        )
-        self._copies += 1
-        self.pool[manifest.copy] = manifest
-        if spare:
-            self._spare[manifest.copy] = None
-        return manifest
+        """Drop what yields; whether one more copy fits then."""
+        fits, dropped = self._pool.make_room(spare=spare)
+        for copy in dropped:
+            self._world.strike(Fault.POOL_FULL, self.id, copy)
+            self._later(0.0, partial(self._feed, CopiesDropped(copies=(copy,))))
+        return fits
 
     def _stopped(self, lease: Lease) -> Stopped:
         return Stopped(instance=self.id, epoch=self.epoch, server_epoch=None, lease=lease)

@@ -1,4 +1,4 @@
-"""Virtual time, a seeded network between named ends, and a memory of what happened last."""
+"""Virtual time, the chances of a plan, and a memory of what happened last."""
 
 from __future__ import annotations
 
@@ -6,14 +6,9 @@ import heapq
 from collections import deque
 from collections.abc import Callable
 from random import Random
-from typing import TypeAlias
 
-from triptych.core.events import Received
-from triptych.core.instance_events import FromServer
+from triptych.sim.coverage import Coverage, Fault
 from triptych.sim.plan import Plan
-
-Message: TypeAlias = Received | FromServer
-"""What the network carries: already in the form in which the receiving machine takes it."""
 
 _TRACE = 400
 
@@ -31,8 +26,7 @@ class World:
         self.random = random
         self.now = 0.0
         self.trace: deque[tuple[float, str, object]] = deque(maxlen=_TRACE)
-        self.intercept: Callable[[Message], bool] | None = None
-        """Asked for each message; True swallows it."""
+        self.coverage = Coverage()
         self._heap: list[tuple[float, int, Callable[[], object]]] = []
         self._count = 0
 
@@ -43,7 +37,7 @@ class World:
 
     def chance(self, probability: float) -> bool:
         """Whether something that goes wrong with this probability does so now."""
-        return not self.calm and probability > 0 and self.random.random() < probability
+        return probability > 0 and self.now < self.plan.calm_at and self.random.random() < probability
 
     def at(self, when: float, action: Callable[[], object]) -> None:
         """Do ``action`` at ``when``, at once if that is past."""
@@ -62,16 +56,10 @@ class World:
         """Remember something for the report of a violation."""
         self.trace.append((self.now, who, what))
 
-    def send(self, message: Message, deliver: Callable[[Message], None]) -> None:
-        """Carry ``message``: late, twice or never, as the plan has it."""
-        if self.intercept is not None and self.intercept(message):
-            return
-        if self.chance(self.plan.drop):
-            self.note("network", ("lost", message))
-            return
-        for _ in range(2 if self.chance(self.plan.duplicate) else 1):
-            jitter = 0.0 if self.calm else self.random.random() * self.plan.jitter
-            self.after(self.plan.latency + jitter, lambda: deliver(message))
+    def strike(self, fault: Fault, who: str, what: object = "") -> None:
+        """Count a fault that strikes now, and remember it."""
+        self.coverage.faults[fault] += 1
+        self.trace.append((self.now, who, (fault.value, what)))
 
     def step(self) -> bool:
         """Run the next callback; False when there is none."""
@@ -86,3 +74,27 @@ class World:
         lines = [f"{when:9.4f} {who:12} {what}" for when, who, what in list(self.trace)[-tail:]]
         text = "\n".join(lines)
         return Violation(f"{message}\n{self.plan}\n{text}\nreplay: python -m triptych.sim --seed {self.seed} --trace")
+
+
+class Clock:
+    """The clock of one process: no two of them agree, a new life has a new origin, and it may jump ahead.
+
+    It never steps back within a life: the shells read the monotonic clock.
+    """
+
+    def __init__(self, world: World) -> None:
+        self._world = world
+        self._ahead = 0.0
+
+    @property
+    def now(self) -> float:
+        """What the process reads."""
+        return self._world.now + self._ahead
+
+    def reset(self) -> None:
+        """Begin anew at another origin."""
+        self._ahead = self._world.random.random() * 1000.0
+
+    def jump(self, seconds: float) -> None:
+        """Go ahead at once, as after a suspended machine wakes up."""
+        self._ahead += seconds
