@@ -36,6 +36,7 @@ soak: $(READY)
 bench: $(READY)
 	$(BIN)/triptych bench control
 	$(BIN)/triptych bench transfer
+	$(BIN)/triptych bench serve tiny --bursts 1,2,4,8 --baseline replicas,stock
 
 $(READY): pyproject.toml
 	@test -n "$(PYTHON)" || { echo "Python 3.11 or newer is needed; name it with make PYTHON=..."; exit 1; }

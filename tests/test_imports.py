@@ -30,7 +30,8 @@ LAYERS: dict[str, set[str]] = {
     "api": BASE | {"wire", "core", "server"},
     "client": BASE,
     "sim": BASE | {"wire", "core"},
-    "bench": BASE | {"wire", "core", "transport", "pipeline", "accel", "server", "client", "models", "worker"},
+    "bench": BASE
+    | {"wire", "core", "transport", "pipeline", "accel", "server", "client", "models", "worker", "launch"},
     "launch": BASE | {"models", "client", "server", "api"},
     "cli": BASE
     | {"launch", "client", "api", "server", "worker", "bench", "models", "pipeline", "accel", "wire", "sim"}

@@ -65,6 +65,27 @@ def parse_tcp_url(name: str, url: str) -> tuple[str, int]:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
+class Shape:
+    """Pixels and frames of an output; an image has one frame."""
+
+    width: int
+    height: int
+    frames: int = 1
+
+    def __str__(self) -> str:
+        return f"{self.width}x{self.height}" + (f"x{self.frames}" if self.frames > 1 else "")
+
+
+def parse_shape(name: str, text: str) -> Shape:
+    """``832x480x81`` or, of an image, ``1024x1024``; raises `ConfigError` that names the flag."""
+    parts = text.split("x")
+    if len(parts) not in (2, 3) or not all(part.isdecimal() and int(part) for part in parts):
+        raise ConfigError(f"{name} {text!r}: must look like 832x480x81 (width x height x frames) or 1024x1024")
+    width, height, frames = (*map(int, parts), 1)[:3]
+    return Shape(width=width, height=height, frames=frames)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
 class ModelConfig:
     """Which model to load, and how."""
 
@@ -81,10 +102,24 @@ class ModelConfig:
     """auto, or a backend by name (`triptych.accel.attention`)."""
     quant: Quantisation = "none"
     """Linear layers of the denoiser in FP8 or INT8; lossy."""
+    prompt_cache_bytes: int = 256 * MIB
+    """Memory for embeddings of prompts that were seen before (``--prompt-cache``); 0: none are kept."""
+    batching: bool = False
+    """Join the forwards of requests that run at once, where that is faster (``--batching``); differs by rounding."""
+    step_cache: float = 0.0
+    """Threshold under which a denoising step reuses the work of the one before; lossy. 0: every step is computed."""
+    warmup: tuple[Shape, ...] = ()
+    """Shapes of which each role runs a request before it says that it is there (``--warmup``)."""
+    cache_dir: Path | None = None
+    """Where compiled graphs and measurements outlive the process; None: ``triptych`` in the user's cache folder."""
 
     def __post_init__(self) -> None:
         if not self.path:
             raise ConfigError("model-path='': a model folder, Hub id or embedded model name is needed")
+        if not 0 <= self.step_cache < 1:
+            raise ConfigError(f"step-cache={self.step_cache}: must be 0 (off) or a share below 1, e.g. 0.1")
+        if self.batching and self.step_cache:
+            raise ConfigError("batching and step-cache: requests that share a forward cannot skip parts of it apart")
 
     @property
     def effective_dtype(self) -> DTypeName:
@@ -151,6 +186,8 @@ class InstanceConfig:
                 raise ConfigError(f"{name}={getattr(self, name)!r}: must be 0 or more seconds")
         if self.max_running > self.slots:
             raise ConfigError(f"max-running-requests={self.max_running}: must not exceed the slots ({self.slots})")
+        if self.model.batching and self.max_running < 2 and Role.DENOISER in self.roles:
+            raise ConfigError("batching: needs max-running-requests of 2 or more, since it joins what runs at once")
         _check_reach("disagg-p2p-hostname", self.transfer.hostname, self.key_dir, self.insecure)
 
     @property

@@ -28,7 +28,7 @@ def test_rms_rope(tokens: int, heads: int, dim: int) -> None:
 
 
 def test_linear_gelu() -> None:
-    from triptych.accel.wan_dit import linear_gelu
+    from triptych.accel.gelu import linear_gelu
 
     x = torch.randn(1, 300, 512, device="cuda", dtype=torch.bfloat16)
     weight = torch.randn(1024, 512, device="cuda", dtype=torch.bfloat16) / 20

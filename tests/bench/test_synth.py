@@ -10,7 +10,7 @@ import torch
 from diffusers import WanTransformer3DModel
 
 from triptych.bench import synth
-from triptych.bench.stages import parse_shape
+from triptych.config import parse_shape
 from triptych.errors import ConfigError
 
 
@@ -60,7 +60,7 @@ def test_a_written_folder_loads(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
     assert torch.isfinite(loaded.patch_embedding.weight.float()).all()
 
 
-@pytest.mark.parametrize("text", ["832x480", "axbxc", ""])
+@pytest.mark.parametrize("text", ["832", "axbxc", "832x0x5", "8x8x8x8", ""])
 def test_a_shape_says_how_it_is_written(text: str) -> None:
     with pytest.raises(ConfigError, match="must look like 832x480x81"):
-        parse_shape(text)
+        parse_shape("--shape", text)

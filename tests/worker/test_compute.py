@@ -8,13 +8,16 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from queue import SimpleQueue
 from typing import Any, TypeVar
 
+import numpy as np
 import pytest
 import torch
 
+from triptych.accel.tally import Tally
 from triptych.core.instance_events import ComputeStarted, Ended, Stepped
 from triptych.errors import BadRequest, ModelError, StageError
 from triptych.ids import Epoch, InstanceId, RequestId, Role
-from triptych.pipeline.stage import StageOutput, StageResult
+from triptych.pipeline.frames import FrameStream
+from triptych.pipeline.stage import Clip, StageOutput, StageResult
 from triptych.transport.data.protocol import Payload
 from triptych.wire.messages import ErrorInfo, Lease, StageFailed, Stopped
 from triptych.wire.schema import RequestSchema
@@ -44,6 +47,8 @@ class Run:
         self.name: str = params["name"]
         self.step = 0
         self.steps: int = params.get("steps", 3)
+        self._streams: str | None = params.get("streams")
+        self._compiles: int = params.get("compiles", 0)
         self._raises: Exception | None = params.get("raises")
         self._pipeline = pipeline
         self.memory: torch.Tensor | None = torch.zeros(8)
@@ -53,12 +58,24 @@ class Run:
         assert not torch.is_grad_enabled()
         self._pipeline.turns.append(self.name)
         self._pipeline.gate(self.name)
+        self._pipeline.tally.compilations += self._compiles
         if self._raises is not None:
             raise self._raises
+        if self._streams is not None:
+            frames = FrameStream((2, 4, 4, 3))
+            frames.put(torch.zeros(1, 4, 4, 3, dtype=torch.uint8))
+            self._deliver((Clip(frames=frames, fps=8.0),))
+            if self._streams == "fails":
+                raise StageError("the decoder ran out of memory")
+            frames.put(torch.ones(1, 4, 4, 3, dtype=torch.uint8))
+            return StageResult(clips=(Clip(frames=np.zeros((2, 4, 4, 3), np.uint8), fps=8.0),))
         self.step += 1
         if self.step < self.steps:
             return None
         return StageResult(outputs=(StageOutput(consumer=Role.DECODER, tree=b"", tensors=()),))
+
+    def stream_to(self, deliver: Callable[[tuple[Clip, ...]], None]) -> None:
+        self._deliver = deliver
 
     def cancel(self) -> None:
         self.memory = None
@@ -74,6 +91,7 @@ class ScriptedPipeline:
     def __init__(self, gate: Callable[[str], None] = lambda name: None) -> None:
         self.gate = gate
         self.turns: list[str] = []
+        self.tally = Tally()
         self.memory: dict[str, weakref.ref[torch.Tensor]] = {}
 
     def start(
@@ -100,6 +118,7 @@ class Bench:
             device="cpu",
             max_running=max_running,
             checkpoint_interval=checkpoint_interval,
+            tally=pipeline.tally,
             identity=IDENTITY,
             post=self.posts.put,
             stage=self.staged.put,
@@ -108,8 +127,8 @@ class Bench:
         self.thread.start()
         assert isinstance(self.posts.get(timeout=WAIT), Loaded)
 
-    def begin(self, name: str, **params: Any) -> Ticket:
-        ticket = Ticket(Lease(RequestId(name), Role.DENOISER, 1))
+    def begin(self, name: str, role: Role = Role.DENOISER, **params: Any) -> Ticket:
+        ticket = Ticket(Lease(RequestId(name), role, 1))
         self.thread.put(ComputeJob(ticket=ticket, params={"name": name, **params}, inputs=(), images=()))
         return ticket
 
@@ -252,7 +271,7 @@ def test_a_model_that_cannot_be_loaded_is_heard_of() -> None:
         raise ModelError("component 'vae' cannot be loaded: no such file")
 
     thread = ComputeThread(
-        load=load, device="cpu", max_running=1, identity=IDENTITY, post=posts.put,
+        load=load, device="cpu", max_running=1, tally=Tally(), identity=IDENTITY, post=posts.put,
         stage=lambda job: None, encode=lambda job: None,
     )  # fmt: skip
     thread.start()
@@ -260,6 +279,49 @@ def test_a_model_that_cannot_be_loaded_is_heard_of() -> None:
         thread="compute", reason="component 'vae' cannot be loaded: no such file", mendable=True
     )
     thread.join(WAIT)
+
+
+def test_frames_are_handed_on_before_the_last_is_decoded(bench: Callable[..., Bench]) -> None:
+    at = bench(ScriptedPipeline())
+    at.begin("a", Role.DECODER, streams="works")
+    job = at.encoded.get(timeout=WAIT)
+    (clip,) = job.clips
+    assert [frame.max() for frame in clip.frames] == [0, 1]
+    assert job.seconds() > 0
+    at.begin("b", Role.DECODER)  # nothing more came of it
+    assert at.encoded.get(timeout=WAIT).ticket.lease.request == "b"
+
+
+def test_a_decoder_that_fails_after_its_first_frames_is_reported_by_who_writes_the_file(
+    bench: Callable[..., Bench],
+) -> None:
+    at = bench(ScriptedPipeline())
+    ticket = at.begin("a", Role.DECODER, streams="fails")
+    (clip,) = at.encoded.get(timeout=WAIT).clips
+    with pytest.raises(StageError, match="out of memory"):
+        list(clip.frames)
+    at.begin("b", Role.DECODER)
+    at.encoded.get(timeout=WAIT)
+    ended = [post for post in iter_posts(at.posts) if isinstance(post, Ended)]
+    assert all(post.outcome.lease != ticket.lease for post in ended)
+
+
+def iter_posts(posts: SimpleQueue[Post]) -> Iterator[Post]:
+    while not posts.empty():
+        yield posts.get()
+
+
+def test_a_compilation_in_the_middle_of_serving_is_told(
+    bench: Callable[..., Bench], caplog: pytest.LogCaptureFixture
+) -> None:
+    at = bench(ScriptedPipeline())
+    at.begin("a", steps=1)
+    at.staged.get(timeout=WAIT)
+    assert not caplog.records
+    at.begin("b", steps=1, compiles=3)
+    at.staged.get(timeout=WAIT)
+    assert "compiled 3 graphs" in caplog.text
+    assert "request=b has a shape that was not warmed up (--warmup)" in caplog.text
 
 
 def test_closing_gives_up_what_is_running(bench: Callable[..., Bench]) -> None:

@@ -10,6 +10,7 @@ from collections.abc import Iterator
 import pytest
 import torch
 
+from triptych.accel.tally import Tally
 from triptych.core.instance import InstanceMachine
 from triptych.core.instance_events import Ended, Stop, Usage
 from triptych.errors import ConfigError
@@ -81,7 +82,7 @@ class Stand:
         self.mailbox.attach(self.control.wake)
         identity = Identity(instance=ME, epoch=LIFE)
         self.crew = Crew(
-            load=self._load, device="cpu", slots=2, max_running=1, plane=self.plane, identity=identity,
+            load=self._load, device="cpu", slots=2, max_running=1, tally=Tally(), plane=self.plane, identity=identity,
             post=self.mailbox.post,
         )  # fmt: skip
         hello = Hello(

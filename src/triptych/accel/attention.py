@@ -10,22 +10,34 @@ which FlashAttention-3 does not take, goes to the native backend.
 
 from __future__ import annotations
 
+import logging
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from triptych.accel import flash3
+from triptych.accel import flash3, sage
+from triptych.accel.measurements import read_measurements, write_measurements
 from triptych.errors import ConfigError
 
-EXACT = ("flash3", "cudnn", "native")
-"""Backends that compute the same as stock attention up to rounding, fastest first where all are present."""
-LOSSY = ("flash3-fp8",)
+log = logging.getLogger(__name__)
 
-_ENTRY = {"native": "native", "cudnn": "_native_cudnn", "flash3": "_flash_3", "flash3-fp8": "_flash_varlen_3"}
+EXACT = ("flash3", "cudnn", "flash2", "native")
+"""Backends that compute the same as stock attention up to rounding, fastest first where all are present."""
+LOSSY = ("flash3-fp8", "sage")
+
+_ENTRY = {
+    "native": "native",
+    "flash2": "_native_flash",
+    "cudnn": "_native_cudnn",
+    "flash3": "_flash_3",
+    "flash3-fp8": "_flash_varlen_3",
+    "sage": "sage",
+}
 """Name here to the entry of diffusers' registry that it stands behind."""
 
 
@@ -42,14 +54,31 @@ def present(device: torch.device) -> tuple[str, ...]:
     """Backends that can run on ``device``, exact ones first."""
     if device.type != "cuda":
         return ("native",)
-    names = ["cudnn", "native"] if torch.backends.cudnn.is_available() else ["native"]
-    return ("flash3", *names, "flash3-fp8") if flash3.available(device) else tuple(names)
+    has_flash3 = flash3.available(device)
+    there = {
+        "flash3": has_flash3,
+        "cudnn": torch.backends.cudnn.is_available(),
+        "flash2": torch.backends.cuda.is_flash_attention_available(),
+        "native": True,
+        "flash3-fp8": has_flash3,
+        "sage": sage.available(device),
+    }
+    return tuple(name for name, is_there in there.items() if is_there)
 
 
-def choose(device: torch.device, *, heads: int, head_dim: int, tokens: int, requested: str = "auto") -> Choice:
+def choose(
+    device: torch.device,
+    *,
+    heads: int,
+    head_dim: int,
+    tokens: int,
+    requested: str = "auto",
+    kept: Path | None = None,
+) -> Choice:
     """The fastest exact backend for self-attention of that shape in bfloat16, or the requested one if it is present.
 
-    Raises `ConfigError` for a backend that this machine does not have, naming those it has.
+    What is measured is written to the file ``kept`` and not measured again on an equal machine. Raises `ConfigError`
+    for a backend that this machine does not have, naming those it has.
     """
     have = present(device)
     if requested != "auto":
@@ -59,7 +88,12 @@ def choose(device: torch.device, *, heads: int, head_dim: int, tokens: int, requ
     candidates = [name for name in have if name in EXACT]
     if len(candidates) == 1:
         return Choice(backend=candidates[0], reason="the only one present", seconds={})
-    seconds = {name: _measure(name, device, heads, head_dim, tokens) for name in candidates}
+    machine = f"{torch.cuda.get_device_name(device)}, torch {torch.__version__}, cuDNN {torch.backends.cudnn.version()}"
+    key = f"{machine}, {heads} x {head_dim}, {tokens} tokens: {' '.join(candidates)}"
+    known = read_measurements(kept, key) if kept is not None else None
+    seconds = known or _measure_all(candidates, device, heads, head_dim, tokens)
+    if kept is not None and known is None:
+        write_measurements(kept, key, seconds)
     best = min(seconds, key=seconds.__getitem__)
     return Choice(backend=best, reason=f"fastest of {len(seconds)} at {tokens} tokens", seconds=seconds)
 
@@ -88,12 +122,12 @@ def _register(backend: str) -> None:
     """Put our operator behind diffusers' registry entry of that backend."""
     from diffusers.models import attention_dispatch as dispatch
 
-    if backend not in ("flash3", "flash3-fp8"):
+    operators = {"flash3": flash3.flash3, "flash3-fp8": flash3.flash3_fp8, "sage": sage.sage}
+    if backend not in operators:
         return
     entry = dispatch.AttentionBackendName(_ENTRY[backend])
     native = dispatch._AttentionBackendRegistry._backends[dispatch.AttentionBackendName.NATIVE]
-    operator = flash3.flash3 if backend == "flash3" else flash3.flash3_fp8
-    dispatch._AttentionBackendRegistry.register(entry)(_entry_function(operator, native))
+    dispatch._AttentionBackendRegistry.register(entry)(_entry_function(operators[backend], native))
 
 
 def _entry_function(operator: Callable[..., Tensor], native: Callable[..., Tensor]) -> Callable[..., Tensor]:
@@ -112,6 +146,19 @@ def _entry_function(operator: Callable[..., Tensor], native: Callable[..., Tenso
         return operator(query, key, value, scale or query.shape[-1] ** -0.5, is_causal)
 
     return attend
+
+
+def _measure_all(
+    backends: Sequence[str], device: torch.device, heads: int, head_dim: int, tokens: int
+) -> dict[str, float]:
+    """Seconds of each backend that takes this shape; a kernel that does not says so when it is called."""
+    seconds: dict[str, float] = {}
+    for name in backends:
+        try:
+            seconds[name] = _measure(name, device, heads, head_dim, tokens)
+        except RuntimeError as error:
+            log.info("attention backend %s does not take %d heads of %d: %s", name, heads, head_dim, error)
+    return seconds
 
 
 def _measure(backend: str, device: torch.device, heads: int, head_dim: int, tokens: int) -> float:

@@ -5,16 +5,29 @@ from __future__ import annotations
 import importlib.util
 from collections.abc import Mapping
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import torch
 from torch import nn
 
 from triptych.accel import attention, quant, wan_vae
+from triptych.accel import step_cache as step_caching
+from triptych.accel.batching import ForwardBatcher
+from triptych.accel.gelu import fuse_gelu
+from triptych.accel.prompts import PromptCache
+from triptych.accel.prompts import install as install_prompts
+from triptych.accel.step_cache import StepMemory
+from triptych.accel.tally import Tally
 from triptych.config import Profile, Quantisation
+from triptych.errors import ConfigError
 
 _BENCH_TOKENS = 8192
 """Sequence length of the attention micro-benchmark: long enough to rank backends, short enough to cost nothing."""
+
+
+_TEXT_OF_ANY_LENGTH = frozenset({"QwenImageTransformer2DModel", "ZImageTransformer2DModel"})
+"""Models whose pipelines do not pad the text, so that nearly every prompt has a length of its own."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -24,6 +37,8 @@ class Technique:
     name: str
     on: bool
     why: str
+    exact: bool = False
+    """Whether results are the same bytes with it as without it."""
 
 
 def accelerate(
@@ -34,30 +49,72 @@ def accelerate(
     profile: Profile,
     backend: str = "auto",
     quantisation: Quantisation = "none",
+    prompts: PromptCache | None = None,
+    batcher: ForwardBatcher | None = None,
+    step_cache: float = 0.0,
+    memory: StepMemory | None = None,
+    tally: Tally | None = None,
+    cache_dir: Path | None = None,
 ) -> tuple[Technique, ...]:
     """Apply what ``profile`` allows and the machine has to the real (not weightless) models of a role, in place.
 
     ``backend`` names an attention backend or is ``auto``; it and ``quantisation`` are about denoisers, and roles
-    without one have nothing to change. Raises `ConfigError` when what is asked for by name cannot take effect.
+    without one have nothing to change. ``prompts`` are kept embeddings for text encoders; ``batcher`` joins forwards.
+    ``step_cache`` is the threshold of step caching, 0 for none, and ``memory`` where whoever runs the steps gives it
+    room. Measurements are kept in ``cache_dir``.
+    Raises `ConfigError` when what is asked for by name cannot take effect.
     """
     done: list[Technique] = []
+    if prompts is not None:
+        done += [_prompts(name, model, prompts) for name, model in modules.items() if _is_text_encoder(model)]
     denoisers = {name: model for name, model in modules.items() if quant.repeated_blocks(model)}
     for name, model in denoisers.items():
         kind = "fp8" if profile == "fast" and quantisation == "none" else quantisation
-        done += _attention(name, model, device, dtype, profile, backend)
+        done += _attention(name, model, device, dtype, profile, backend, cache_dir)
         if kind != "none":
             layers = quant.quantise(model, kind, device)
             done.append(Technique(name=f"{name}: {kind}", on=True, why=f"{layers} linear layers"))
         if profile != "stock":
             done += _fuse_and_compile(name, model, device, dtype, gelu=kind == "none")
+        if batcher is not None:
+            batcher.install(model)
+            why = f"forwards of up to {batcher.most} requests, where that is faster"
+            done.append(Technique(name=f"{name}: batching", on=True, why=why))
+        if step_cache:
+            done.append(_step_cache(name, model, step_cache, memory, tally or Tally()))
     for name, model in modules.items():
         if wan_vae.supports(model) and profile != "stock":
             done.append(_vae(name, model, device, dtype))
     return tuple(done)
 
 
+def _is_text_encoder(model: nn.Module) -> bool:
+    from transformers import PreTrainedModel
+
+    return isinstance(model, PreTrainedModel) and getattr(model, "main_input_name", "input_ids") == "input_ids"
+
+
+def _prompts(name: str, model: nn.Module, cache: PromptCache) -> Technique:
+    install_prompts(model, cache, name)
+    why = f"embeddings of up to {cache.max_bytes >> 20} MiB"
+    return Technique(name=f"{name}: prompt cache", on=True, why=why, exact=True)
+
+
+def _step_cache(name: str, model: nn.Module, threshold: float, memory: StepMemory | None, tally: Tally) -> Technique:
+    if memory is None:
+        raise ConfigError(f"step-cache={threshold}: this model's steps are its pipeline's own, which gives it no room")
+    step_caching.install(model, name, threshold, memory, tally)
+    return Technique(name=f"{name}: step cache", on=True, why=f"threshold {threshold}")
+
+
 def _attention(
-    name: str, model: nn.Module, device: torch.device, dtype: torch.dtype, profile: Profile, backend: str
+    name: str,
+    model: nn.Module,
+    device: torch.device,
+    dtype: torch.dtype,
+    profile: Profile,
+    backend: str,
+    cache_dir: Path | None,
 ) -> list[Technique]:
     config: Any = getattr(model, "config", None)
     heads, width = getattr(config, "num_attention_heads", None), getattr(config, "attention_head_dim", None)
@@ -66,7 +123,10 @@ def _attention(
         return [Technique(name=f"{name}: attention", on=False, why=why)]
     if profile == "fast" and backend == "auto" and "flash3-fp8" in attention.present(device):
         backend = "flash3-fp8"
-    choice = attention.choose(device, heads=heads or 16, head_dim=width or 128, tokens=_BENCH_TOKENS, requested=backend)
+    kept = None if cache_dir is None else cache_dir / "attention.json"
+    choice = attention.choose(
+        device, heads=heads or 16, head_dim=width or 128, tokens=_BENCH_TOKENS, requested=backend, kept=kept
+    )
     attention.use_backend(model, choice.backend)
     measured = ", ".join(f"{k} {v * 1e3:.2f} ms" for k, v in choice.seconds.items())
     why = f"{choice.backend}, {choice.reason}" + (f" ({measured})" if measured else "")
@@ -79,21 +139,42 @@ def _fuse_and_compile(
     if device.type != "cuda" or importlib.util.find_spec("triton") is None:
         return [Technique(name=f"{name}: compile", on=False, why="needs CUDA and Triton")]
     done: list[Technique] = []
-    if type(model).__name__ == "WanTransformer3DModel" and dtype == torch.bfloat16:
-        from triptych.accel import wan_dit
-
-        changed = wan_dit.fuse(model, gelu=gelu)
-        done.append(Technique(name=f"{name}: fused kernels", on=True, why=f"{changed} modules"))
-    compile_blocks(model)
+    if dtype == torch.bfloat16:
+        changed = _fuse(model) + (fuse_gelu(model) if gelu else 0)
+        done.append(Technique(name=f"{name}: fused kernels", on=changed > 0, why=f"{changed} modules"))
+    varying = type(model).__name__ in _TEXT_OF_ANY_LENGTH
+    compile_blocks(model, tuned=gelu, varying=varying)
     why = f"{len(quant.repeated_blocks(model))} repeated blocks, one graph per shape"
     return [*done, Technique(name=f"{name}: compile", on=True, why=why)]
 
 
-def compile_blocks(model: nn.Module) -> None:
-    """Compile the repeated blocks, one static graph per shape, with tuned pointwise kernels."""
+def _fuse(model: nn.Module) -> int:
+    """What is known to slow down the attention of one class of models, put right; how many modules changed."""
+    match type(model).__name__:
+        case "WanTransformer3DModel":
+            from triptych.accel import wan_dit
+
+            return wan_dit.fuse(model)
+        case "QwenImageTransformer2DModel":
+            from triptych.accel import qwen_dit
+
+            return qwen_dit.fuse(model)
+        case _:
+            return 0
+
+
+def compile_blocks(model: nn.Module, *, tuned: bool, varying: bool) -> None:
+    """Compile the repeated blocks, one static graph per shape; when lengths are ``varying``, one graph for all lengths
+    as soon as a second one is met.
+
+    ``tuned``: with pointwise kernels tuned one by one. Quantised layers bring so many of those that tuning them takes
+    minutes, for less than a hundredth of the time.
+    """
     set_up_compiler()
     compiled: Any = model
-    compiled.compile_repeated_blocks(fullgraph=True, dynamic=False, options={"coordinate_descent_tuning": True})
+    compiled.compile_repeated_blocks(
+        fullgraph=True, dynamic=None if varying else False, options={"coordinate_descent_tuning": tuned}
+    )
 
 
 def set_up_compiler() -> None:

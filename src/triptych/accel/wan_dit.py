@@ -1,7 +1,4 @@
-"""Fusions for Wan's transformer that `torch.compile` does not find by itself.
-
-Self-attention norms and rotary embedding run in one kernel, and the feed-forward's GELU rides on its matrix product.
-"""
+"""Wan's self-attention with norms and rotary embedding in one kernel, which `torch.compile` makes several of."""
 
 # pyright: reportPrivateUsage=false
 
@@ -10,35 +7,9 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-import torch
-from diffusers.models.activations import GELU
-from diffusers.models.attention import FeedForward
 from diffusers.models.attention_dispatch import dispatch_attention_fn
 from diffusers.models.transformers.transformer_wan import WanAttention
 from torch import Tensor, nn
-
-
-@torch.library.custom_op("triptych::linear_gelu", mutates_args=(), device_types="cuda")
-def linear_gelu(x: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
-    """gelu_tanh(x @ weight.T + bias), the activation in the product's epilogue. x [..., in] -> [..., out]."""
-    flat = torch.ops.aten._addmm_activation(bias, x.flatten(0, -2), weight.t(), use_gelu=True)
-    return flat.unflatten(0, x.shape[:-1])
-
-
-@linear_gelu.register_fake
-def _(x: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
-    return x.new_empty(*x.shape[:-1], weight.shape[0])
-
-
-class FusedGelu(nn.Module):
-    """Stands in for diffusers' ``GELU(approximate="tanh")``, sharing its projection."""
-
-    def __init__(self, stock: Any) -> None:
-        super().__init__()
-        self.proj = stock.proj
-
-    def forward(self, hidden_states: Tensor) -> Tensor:
-        return linear_gelu(hidden_states, self.proj.weight, self.proj.bias)
 
 
 class FusedSelfAttention:
@@ -76,11 +47,8 @@ class FusedSelfAttention:
         return attn.to_out[1](out)
 
 
-def fuse(transformer: nn.Module, *, gelu: bool = True) -> int:
-    """Put the fusions into a Wan transformer; returns how many modules changed.
-
-    ``gelu``: also the activation into its product, which quantised layers have a product of their own for.
-    """
+def fuse(transformer: nn.Module) -> int:
+    """Put it into a Wan transformer; returns how many modules changed."""
     # Imported here because Triton exists only where there is a GPU.
     from triptych.accel.kernels.rms_rope import rms_rope
 
@@ -91,9 +59,4 @@ def fuse(transformer: nn.Module, *, gelu: bool = True) -> int:
             fused._attention_backend = getattr(module.processor, "_attention_backend", None)
             module.processor = fused
             changed += 1
-        if gelu and isinstance(module, FeedForward):
-            first = module.net[0]
-            if isinstance(first, GELU) and first.approximate == "tanh":
-                module.net[0] = FusedGelu(first)
-                changed += 1
     return changed

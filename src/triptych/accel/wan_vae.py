@@ -157,6 +157,8 @@ class WanVaeDecoder:
     def __init__(self, vae: WanVae, *, chunk: int = 4, compiled: bool = True, align: int = 1) -> None:
         self.vae = vae
         self.chunk = chunk
+        self.listener: Callable[[Tensor, int], None] | None = None
+        """Is given frames as they are done, [1, 3, frames, height, width] in -1..1, and how many there will be."""
         wrap: Callable[[Any], Any] = (lambda f: torch.compile(f, dynamic=False)) if compiled else (lambda f: f)
         self._residual = wrap(_residual)
         self._causal = wrap(_causal)
@@ -187,7 +189,12 @@ class WanVaeDecoder:
 
     def decode(self, latents: Tensor) -> Tensor:
         """The whole video [batch, 3, 4 * (latent frames - 1) + 1, height, width] in -1..1."""
-        return torch.cat(list(self.chunks(latents)), dim=2)
+        parts: list[Tensor] = []
+        for part in self.chunks(latents):
+            parts.append(part)
+            if self.listener is not None:
+                self.listener(part, 4 * (latents.shape[2] - 1) + 1)
+        return torch.cat(parts, dim=2)
 
     def _past(self, past: dict[object, Tensor], key: object, x: Tensor, channels: int) -> Tensor:
         known = past.get(key)
@@ -242,3 +249,9 @@ def install(vae: Any, decoder: WanVaeDecoder) -> None:
         return DecoderOutput(sample=sample) if return_dict else (sample,)
 
     vae._decode = decode
+    vae.triptych_decoder = decoder
+
+
+def installed(vae: object) -> WanVaeDecoder | None:
+    """The decoder that `install` put into ``vae``; None where it did not."""
+    return getattr(vae, "triptych_decoder", None)

@@ -17,8 +17,10 @@ from rich.console import Console
 from rich.table import Table
 
 from triptych.accel.plan import accelerate
+from triptych.accel.prompts import PromptCache, install
+from triptych.accel.tally import Tally
 from triptych.bench import synth
-from triptych.config import Profile
+from triptych.config import Profile, Shape, parse_shape
 from triptych.errors import ConfigError
 
 _PEAK_TFLOPS = 743.0
@@ -40,31 +42,43 @@ class Row:
     peak_gib: float
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Shape:
-    """A request's shape in pixels."""
-
-    width: int
-    height: int
-    frames: int
+STAGES = ("text", "denoiser", "decoder")
 
 
-def parse_shape(text: str) -> Shape:
-    """``832x480x81`` as width, height and frames; raises `ConfigError`."""
-    try:
-        width, height, frames = (int(part) for part in text.split("x"))
-    except ValueError:
-        raise ConfigError(f"shape={text!r}: must look like 832x480x81 (width x height x frames)") from None
-    return Shape(width=width, height=height, frames=frames)
-
-
-def run(name: str, shape: Shape, profiles: tuple[Profile, ...], repeats: int = 5) -> Iterator[Row]:
-    """Measure each stage of the named size; rows come as they are measured. Needs a CUDA GPU."""
+def run(
+    name: str, shape: Shape, profiles: tuple[Profile, ...], repeats: int = 5, stages: Sequence[str] = STAGES
+) -> Iterator[Row]:
+    """Measure the ``stages`` of the named size; rows come as they are measured. Needs a CUDA GPU."""
     if not torch.cuda.is_available():
         raise ConfigError("bench stages needs a CUDA GPU: the real sizes do not fit a CPU's patience")
     torch.set_grad_enabled(False)
-    yield from _denoiser(name, shape, profiles, repeats)
-    yield from _decoder(name, shape, profiles, repeats)
+    if "text" in stages:
+        yield from _text_encoder(name, repeats)
+    if "denoiser" in stages:
+        yield from _denoiser(name, shape, profiles, repeats)
+    if "decoder" in stages:
+        yield from _decoder(name, shape, profiles, repeats)
+
+
+def _text_encoder(name: str, repeats: int) -> Iterator[Row]:
+    """512 tokens computed, and found among the prompts that were seen before."""
+    device = torch.device("cuda")
+    model: Any = synth.build(name, "text_encoder", device, torch.bfloat16)
+    ids = torch.arange(1, 513, device=device)[None]
+    mask = torch.ones_like(ids)
+    reference = model(ids, mask)[0]
+    stock_seconds = 0.0
+    for variant in ("stock", "cached prompt"):
+        if variant != "stock":
+            install(model, PromptCache(max_bytes=1 << 28, tally=Tally()), "text_encoder")
+        output = model(ids, mask)[0]
+        seconds, peak = _measure(lambda: model(ids, mask), repeats)
+        stock_seconds = stock_seconds or seconds
+        yield Row(
+            stage="text encoder", variant=variant, seconds=seconds, ratio=stock_seconds / seconds, floor_share=None,
+            error=None if variant == "stock" else _relative(output, reference), peak_gib=peak,
+        )  # fmt: skip
+    torch.cuda.empty_cache()
 
 
 def _inputs(name: str, shape: Shape, device: torch.device) -> Callable[[Any], torch.Tensor]:
@@ -195,9 +209,13 @@ def main(argv: Sequence[str]) -> int:
     parser.add_argument("size", choices=sorted(synth.SIZES))
     parser.add_argument("--shape", default="832x480x81", help="width x height x frames (default: %(default)s)")
     parser.add_argument("--profiles", default="lossless", help="lossless, fast, or both with a comma")
+    parser.add_argument("--stages", default=",".join(STAGES), help="which of them, with commas (default: %(default)s)")
     parser.add_argument("--repeats", type=int, default=5, help="counted calls of each (default: %(default)s)")
     args = parser.parse_args(argv)
-    rows = list(run(args.size, parse_shape(args.shape), _profiles(args.profiles), args.repeats))
+    stages = args.stages.split(",")
+    if unknown := set(stages).difference(STAGES):
+        raise ConfigError(f"--stages {args.stages!r}: {', '.join(sorted(unknown))} is none of {', '.join(STAGES)}")
+    rows = list(run(args.size, parse_shape("--shape", args.shape), _profiles(args.profiles), args.repeats, stages))
     print_rows(rows, f"{args.size}, {args.shape}, {torch.cuda.get_device_name()}, torch {torch.__version__}")
     return 0
 

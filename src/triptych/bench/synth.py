@@ -6,6 +6,7 @@ The sizes are the published configurations. Times do not depend on the values of
 from __future__ import annotations
 
 import json
+import shutil
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -15,6 +16,7 @@ import torch
 from torch import nn
 
 from triptych.errors import ConfigError
+from triptych.models import tiny_path
 
 _WAN_SCHEDULER = {
     "prediction_type": "flow_prediction",
@@ -142,13 +144,19 @@ def build(name: str, component: str, device: torch.device, dtype: torch.dtype) -
 def write(name: str, out: Path, device: torch.device, dtype: torch.dtype) -> list[Path]:
     """Write the size as a Diffusers-layout folder under ``out``; returns the component folders.
 
-    One component is in memory at a time. Tokenizers are not written: they have no random form.
+    One component is in memory at a time. A T5 tokenizer has no random form: the embedded model's own takes its place,
+    whose tokens the larger vocabulary has too. Other tokenizers are not written.
     """
     size = size_named(name)
     out.mkdir(parents=True, exist_ok=True)
     index: dict[str, Any] = {"_class_name": size.pipeline, "_diffusers_version": "0.42.1"}
     folders: list[Path] = []
     for component, (library, class_name, config) in size.components.items():
+        if class_name == "T5Tokenizer":
+            shutil.copytree(tiny_path() / component, out / component, dirs_exist_ok=True)
+            index[component] = [library, "PreTrainedTokenizerFast"]
+            folders.append(out / component)
+            continue
         index[component] = [library, class_name]
         folder = out / component
         cls = _class(library, class_name)

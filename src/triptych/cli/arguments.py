@@ -178,11 +178,11 @@ def _doctor(parser: argparse.ArgumentParser) -> None:
     )
 
 
-_BENCHES = "the router without models, the handoffs, or one forward and one decode against stock Diffusers"
+_BENCHES = "the router without models, the handoffs, one forward and decode against stock Diffusers, serving over HTTP"
 
 
 def _bench(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("what", choices=("control", "transfer", "stages"), help=_BENCHES)
+    parser.add_argument("what", choices=("control", "transfer", "stages", "serve"), help=_BENCHES)
     parser.add_argument("arguments", nargs=argparse.REMAINDER, metavar="...", help="arguments of that benchmark")
 
 

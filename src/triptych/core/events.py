@@ -6,11 +6,11 @@ Its form is ``handle(event, now) -> list[action]`` with ``now`` in seconds of an
 from __future__ import annotations
 
 import enum
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, TypeAlias
 
 from triptych.ids import Epoch, InstanceId, RequestId, Role
-from triptych.wire.messages import ErrorInfo, FromInstance, Lease, MediaFile, Output, Record, ToInstance
+from triptych.wire.messages import Counts, ErrorInfo, FromInstance, Lease, MediaFile, Output, Record, ToInstance
 
 
 class JobState(enum.StrEnum):
@@ -95,6 +95,8 @@ class InstanceView:
     """Seconds between its last sign of life and the router's last event."""
     draining: bool = False
     """Whether it was asked to stop and takes no new work."""
+    counts: Counts = field(default_factory=Counts)
+    """What its models have done since its process began."""
 
 
 # -- events -----------------------------------------------------------------------------------------------------------

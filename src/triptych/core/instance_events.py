@@ -10,7 +10,7 @@ from typing import Any, TypeAlias
 from triptych.core.events import Count, Tick
 from triptych.ids import CopyId, Role
 from triptych.wire.manifest import Manifest
-from triptych.wire.messages import ErrorInfo, FromInstance, Lease, Outcome, Record, ToInstance
+from triptych.wire.messages import Counts, ErrorInfo, FromInstance, Lease, Outcome, Record, ToInstance
 
 # -- events -----------------------------------------------------------------------------------------------------------
 
@@ -82,11 +82,12 @@ class CopiesDropped(Record, frozen=True, kw_only=True):
 
 
 class Usage(Record, frozen=True, kw_only=True):
-    """Memory figures for the next heartbeat, bytes."""
+    """Figures for the next heartbeat: memory in bytes, and what the models have done."""
 
     pool_used: int
     resident_bytes: int
     device_bytes: int
+    counts: Counts = Counts()
 
 
 class Stop(Record, frozen=True, kw_only=True):

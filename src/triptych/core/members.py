@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from triptych.core.events import InstanceView
 from triptych.core.job import Copy, Grant
 from triptych.ids import ROLES, CopyId, Epoch, InstanceId, Role
-from triptych.wire.messages import Hello, Lease
+from triptych.wire.messages import Counts, Hello, Lease
 
 
 @dataclass(kw_only=True, slots=True, eq=False)
@@ -26,6 +26,7 @@ class Member:
     pool_used: int = 0
     resident_bytes: int = 0
     device_bytes: int = 0
+    counts: Counts = field(default_factory=Counts)
     grants: dict[Lease, Grant] = field(default_factory=dict[Lease, Grant])
     copies: dict[CopyId, Copy] = field(default_factory=dict[CopyId, Copy])
     retained: dict[Role, int] = field(default_factory=lambda: dict.fromkeys(ROLES, 0))
@@ -97,6 +98,7 @@ class Member:
             pool_used=self.pool_used,
             resident_bytes=self.resident_bytes,
             device_bytes=self.device_bytes,
+            counts=self.counts,
             heartbeat_age=max(0.0, now - self.seen),
             draining=self.draining,
         )

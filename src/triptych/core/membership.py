@@ -147,6 +147,7 @@ class Membership:
         member.pool_used = message.pool_used
         member.resident_bytes = message.resident_bytes
         member.device_bytes = message.device_bytes
+        member.counts = message.counts
         self._alive(member)
         self._compare_leases(member, message)
         self._compare_copies(member, message)

@@ -62,6 +62,7 @@ class Voice:
             pool_used=usage.pool_used,
             resident_bytes=usage.resident_bytes,
             device_bytes=usage.device_bytes,
+            counts=usage.counts,
             copies=tuple(copies),
         )
 

@@ -18,6 +18,7 @@ from triptych.config import (
     Quantisation,
     RouterConfig,
     ServerConfig,
+    Shape,
     TransferConfig,
     TransferKind,
 )
@@ -57,6 +58,11 @@ class ServerArgs:
     profile: Profile = "stock"
     attention_backend: str = "auto"
     quant: Quantisation = "none"
+    prompt_cache: int = 256 * MIB
+    batching: bool = False
+    step_cache: float = 0.0
+    warmup: tuple[Shape, ...] = ()
+    cache_dir: str | None = None
     max_running_requests: int = 1
     checkpoint_interval: float = 10.0
     drain_timeout: float = 30.0
@@ -184,6 +190,11 @@ class ServerArgs:
                 profile=self.profile,
                 attention_backend=self.attention_backend,
                 quant=self.quant,
+                prompt_cache_bytes=self.prompt_cache,
+                batching=self.batching,
+                step_cache=self.step_cache,
+                warmup=self.warmup,
+                cache_dir=None if self.cache_dir is None else Path(self.cache_dir),
             ),
             gpu_ids=(self.base_gpu_id,),
             slots=self.slots,

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal, TypeAlias
 
-from triptych.config import KEY_PREFIX, MIB, parse_tcp_url
+from triptych.config import KEY_PREFIX, MIB, Shape, parse_shape, parse_tcp_url
 from triptych.errors import ConfigError
 from triptych.ids import ROLES, Role
 
@@ -69,6 +69,23 @@ def read_ports(flag: str, value: object) -> tuple[int, ...]:
     return tuple(read_integer(flag, part.strip() if isinstance(part, str) else part) for part in parts)
 
 
+def read_share(flag: str, value: object) -> float:
+    """A number from 0 up to, but not including, 1."""
+    try:
+        share = float(value) if isinstance(value, str | int | float) else -1.0
+    except ValueError:
+        share = -1.0
+    if not 0 <= share < 1:
+        raise refuse(flag, value, "a number from 0 to less than 1")
+    return share
+
+
+def read_shapes(flag: str, value: object) -> tuple[Shape, ...]:
+    """Shapes with commas between, or a sequence of shapes or texts."""
+    parts: list[object] = list(value.split(",")) if isinstance(value, str) else _sequence(flag, value)
+    return tuple(part if isinstance(part, Shape) else parse_shape(flag, read_text(flag, part)) for part in parts)
+
+
 def read_seconds(flag: str, value: object) -> float:
     """A number of seconds greater than 0."""
     try:
@@ -93,7 +110,7 @@ def read_seconds_or_zero(flag: str, value: object) -> float:
 
 def read_size(flag: str, value: object) -> int:
     """Bytes: a plain number or one with a binary unit, e.g. ``256MiB``, ``1GiB``."""
-    if isinstance(value, int) and not isinstance(value, bool) and value > 0:
+    if isinstance(value, int) and not isinstance(value, bool) and value >= 0:
         return value
     match = _SIZE.fullmatch(value.strip()) if isinstance(value, str) else None
     if match is None:
@@ -309,6 +326,46 @@ OPTIONS: tuple[Option, ...] = (
     ),
     _option("attention_backend", read_text, "auto", COMPUTE, "NAME", "auto, native, cudnn, flash3 or flash3-fp8"),
     _option("quant", one_of("none", "fp8", "int8"), "none", COMPUTE, "KIND", "quantised denoiser: none, fp8 or int8"),
+    _option(
+        "prompt_cache",
+        read_size,
+        256 * MIB,
+        COMPUTE,
+        "SIZE",
+        "memory for embeddings of prompts seen before, on the encoder's device; 0: none are kept",
+    ),
+    _option(
+        "batching",
+        read_switch,
+        False,
+        COMPUTE,
+        "",
+        "join the forwards of requests that run at once, where that is faster; results differ by rounding",
+    ),
+    _option(
+        "step_cache",
+        read_share,
+        0.0,
+        COMPUTE,
+        "THRESHOLD",
+        "let a denoising step reuse the last one's work where its first block changed by less, e.g. 0.1; lossy; 0: off",
+    ),
+    _option(
+        "warmup",
+        read_shapes,
+        (),
+        COMPUTE,
+        "SHAPES",
+        "shapes to compile and run before the first request, e.g. 832x480x81 or 832x480x81,1024x1024x49",
+    ),
+    _option(
+        "cache_dir",
+        read_path,
+        None,
+        COMPUTE,
+        "FOLDER",
+        "compiled graphs and measurements, kept for the next start; default: triptych in the user's cache folder",
+    ),
     _option("max_running_requests", read_integer, 1, COMPUTE, "N", "requests whose denoising steps interleave"),
     _option(
         "checkpoint_interval",

@@ -27,6 +27,12 @@ def to_clips(values: dict[str, Any], *, fps: float) -> tuple[Clip, ...]:
     return tuple(Clip(frames=_frames(name, item), fps=fps) for item in _items(name, batch))
 
 
+def to_pixels(frames: torch.Tensor) -> torch.Tensor:
+    """Frames [frames, channels, height, width] (or one without the first dimension) in 0..1 as uint8, channels last."""
+    frames = frames if frames.ndim == 4 else frames[None]
+    return (frames.float() * 255).round().to(torch.uint8).permute(0, 2, 3, 1).contiguous()
+
+
 def _items(name: str, batch: Any) -> list[Any]:
     if isinstance(batch, (torch.Tensor, np.ndarray)):
         least = 5 if name == "videos" else 4
@@ -39,8 +45,7 @@ def _items(name: str, batch: Any) -> list[Any]:
 def _frames(name: str, item: Any) -> np.ndarray[Any, np.dtype[np.uint8]]:
     """uint8 [frames, height, width, channels] of one output in 0..1 (channels first if a tensor), or of PIL images."""
     if isinstance(item, torch.Tensor):
-        frames = item if item.ndim == 4 else item[None]
-        pixels = (frames.float() * 255).round().to(torch.uint8).permute(0, 2, 3, 1).contiguous().cpu().numpy()
+        pixels = to_pixels(item).cpu().numpy()
     elif isinstance(item, np.ndarray):
         frames = item if item.ndim == 4 else item[None]
         pixels = (frames * 255).round().astype(np.uint8)

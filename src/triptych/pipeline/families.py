@@ -38,6 +38,8 @@ class Family:
     """The text block leaves its negative embeddings unset when its guider is off, so the guider stays on there."""
     text_length: int | None = None
     """The transformer finds the image's tokens behind exactly so many of the text, so no other length is legal."""
+    streams: bool = False
+    """The decoder's last word is what its VAE decodes, so frames can be handed on while later ones are decoded."""
     exact_timestep: bool = False
     """The loop rounds the timestep to the weights' dtype (999 becomes 1000 in bfloat16), which the classic pipeline
     does not; the transformer is given the scheduler's own value."""
@@ -55,6 +57,7 @@ _WAN = Family(
     ),
     encoder_needs_guider=True,
     exact_timestep=True,
+    streams=True,
 )
 # Its blocks do not repeat the image's embeddings, so one output at a time is all that it can make.
 _WAN_I2V = replace(_WAN, preset=replace(_WAN.preset, num_inference_steps=40, max_n=1), text_length=512)

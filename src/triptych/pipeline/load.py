@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import functools
 import logging
 from collections.abc import Mapping
 from pathlib import Path
@@ -10,39 +11,57 @@ from typing import Any
 
 import torch
 
+from triptych.accel.batching import ForwardBatcher
+from triptych.accel.compiling import count_compilations, default_folder, keep_graphs_in
 from triptych.accel.plan import accelerate
+from triptych.accel.prompts import PromptCache
+from triptych.accel.step_cache import StepMemory
+from triptych.accel.tally import Tally
 from triptych.config import ModelConfig
-from triptych.errors import ModelError
+from triptych.errors import ConfigError, ModelError
 from triptych.ids import ROLES, Role
 from triptych.pipeline.cut import Cut, cut
 from triptych.pipeline.families import family_of
 from triptych.pipeline.fingerprint import fingerprint
 from triptych.pipeline.known import modular_counterpart
 from triptych.pipeline.modular import LoadedRole, ModularRolePipeline
+from triptych.pipeline.rehearsal import ghosts, rehearse
 from triptych.pipeline.replay import ReplayRolePipeline
 from triptych.pipeline.replay_load import load_replay
 from triptych.pipeline.schema import build_schema, read_settings
 from triptych.pipeline.source import index_components, read_index, resolve_source
 from triptych.pipeline.standin import stand_in
+from triptych.pipeline.steps import StepClock
 from triptych.pipeline.weights import load_component
 
 logger = logging.getLogger(__name__)
 
 
-def load_pipeline(model: ModelConfig, roles: tuple[Role, ...], device: str) -> ModularRolePipeline | ReplayRolePipeline:
-    """The pipeline of ``model`` with the weights of ``roles`` on ``device`` (a torch device name).
+def load_pipeline(
+    model: ModelConfig, roles: tuple[Role, ...], device: str, tally: Tally | None = None
+) -> ModularRolePipeline | ReplayRolePipeline:
+    """The pipeline of ``model`` with the weights of ``roles`` on ``device`` (a torch device name), warmed up.
 
-    Cut at its modular blocks where Diffusers has them for the model's class, else by record and replay.
+    Cut at its modular blocks where Diffusers has them for the model's class, else by record and replay. What its
+    accelerations do is counted in ``tally``.
 
     Raises `ModelError` for a folder that cannot be loaded or split, naming the component.
     """
+    tally = tally or Tally()
     quiet_libraries()
+    if model.profile != "stock":
+        keep_graphs_in(model.cache_dir or default_folder())
+        count_compilations(tally)
     folder = resolve_source(model.path)
     index = read_index(folder)
     present = index_components(index)
     _check_overrides(model.components, present)
     if modular_counterpart(index) is None:
-        return load_replay(model, index, roles, device, _accelerate)
+        if model.batching and Role.DENOISER in roles:
+            raise ConfigError(f"batching: {index['_class_name']} is split by replaying its own loop, which runs alone")
+        replayed = load_replay(model, index, roles, device, functools.partial(_accelerate, tally=tally))
+        rehearse(replayed, None, model.warmup, denoisers=1, tally=tally)
+        return replayed
     dtype: torch.dtype = getattr(torch, model.effective_dtype)
     whole = _whole_pipeline(folder, index)
     parts = cut(type(whole).__name__, whole.blocks)
@@ -54,20 +73,43 @@ def load_pipeline(model: ModelConfig, roles: tuple[Role, ...], device: str) -> M
         name: load_component(folder, name, present[name], model.components.get(name), dtype, torch.device(device))
         for name in wanted
     }
-    techniques = _accelerate(model, loaded, torch.device(device), dtype)
+    clock = StepClock()
+    batcher = ForwardBatcher() if model.batching and Role.DENOISER in roles else None
+    techniques = _accelerate(model, loaded, torch.device(device), dtype, tally, clock.memory, batcher)
     family = family_of(type(whole).__name__)
-    return ModularRolePipeline(
+    pipeline = ModularRolePipeline(
         loaded={role: _role_pipeline(role, whole, index, parts, loaded, stand_ins) for role in ROLES if role in roles},
         cut=parts,
         family=family,
         schema=build_schema(model.path, index, whole, parts, family, read_settings(folder)),
         fingerprint=fingerprint(device, dtype, model.components, techniques),
         device=torch.device(device),
+        clock=clock,
+        batcher=batcher,
     )
+    if model.warmup:
+        names = _needed(parts, tuple(role for role in ROLES if role not in roles), present)
+        made = ghosts(folder, names, present, dtype, torch.device(device))
+        before = pipeline.with_parts(
+            {role: _role_pipeline(role, whole, index, parts, made, stand_ins) for role in ROLES if role not in roles}
+        )
+        denoisers = sum(name.startswith("transformer") for name in loaded)
+        if batcher is not None:
+            batcher.profiling = True
+        rehearse(pipeline, before, model.warmup, denoisers=denoisers, tally=tally)
+        if batcher is not None:
+            batcher.profiling = False
+    return pipeline
 
 
 def _accelerate(
-    model: ModelConfig, loaded: Mapping[str, Any], device: torch.device, dtype: torch.dtype
+    model: ModelConfig,
+    loaded: Mapping[str, Any],
+    device: torch.device,
+    dtype: torch.dtype,
+    tally: Tally,
+    memory: StepMemory | None = None,
+    batcher: ForwardBatcher | None = None,
 ) -> tuple[str, ...]:
     """Make the loaded models faster as the profile allows; what is on, for the log and the fingerprint."""
     techniques = accelerate(
@@ -77,11 +119,17 @@ def _accelerate(
         profile=model.profile,
         backend=model.attention_backend,
         quantisation=model.quant,
+        prompts=PromptCache(max_bytes=model.prompt_cache_bytes, tally=tally) if model.prompt_cache_bytes else None,
+        batcher=batcher,
+        step_cache=model.step_cache,
+        memory=memory,
+        tally=tally,
+        cache_dir=model.cache_dir or default_folder(),
     )
     for technique in techniques:
         logger.info("%s: %s (%s)", technique.name, "on" if technique.on else "off", technique.why)
     # Not the measured milliseconds: they differ from start to start, the bytes do not.
-    return tuple(f"{t.name} {t.why.partition(' (')[0].partition(',')[0]}" for t in techniques if t.on)
+    return tuple(f"{t.name} {t.why.partition(' (')[0].partition(',')[0]}" for t in techniques if t.on and not t.exact)
 
 
 def quiet_libraries() -> None:

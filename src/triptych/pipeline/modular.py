@@ -3,23 +3,27 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 
+from triptych.accel.batching import ForwardBatcher
+from triptych.accel.wan_vae import installed
 from triptych.errors import StageError, WireError
 from triptych.ids import Role
 from triptych.pipeline.checkpoint import Frozen, Saved
 from triptych.pipeline.codec import decode_state, encode_state
 from triptych.pipeline.cut import Cut
-from triptych.pipeline.decode import to_clips
+from triptych.pipeline.decode import to_clips, to_pixels
 from triptych.pipeline.families import Family
+from triptych.pipeline.frames import FrameStream
 from triptych.pipeline.guard import guarded
 from triptych.pipeline.request import complete, first_state, guider_settings
-from triptych.pipeline.stage import StageOutput, StageResult, StageRun
+from triptych.pipeline.stage import Clip, StageOutput, StageResult, StageRun
 from triptych.pipeline.steps import StepClock, SteppedBlock, exact_timestep
+from triptych.pipeline.together import advance_together
 from triptych.wire.schema import RequestSchema
 
 
@@ -44,6 +48,8 @@ class ModularRolePipeline:
         schema: RequestSchema,
         fingerprint: str,
         device: torch.device,
+        clock: StepClock | None = None,
+        batcher: ForwardBatcher | None = None,
     ) -> None:
         self._loaded = loaded
         self._cut = cut
@@ -51,11 +57,23 @@ class ModularRolePipeline:
         self._schema = schema
         self._fingerprint = fingerprint
         self._device = device
-        self._clock = StepClock()
+        self._clock = clock or StepClock()
+        self._batcher = batcher
         if family.exact_timestep and Role.DENOISER in loaded:
             for name, component in loaded[Role.DENOISER].pipeline.components.items():
                 if isinstance(component, torch.nn.Module) and name.startswith("transformer"):
                     exact_timestep(component, self._clock)
+
+    def with_parts(self, loaded: dict[Role, LoadedRole]) -> ModularRolePipeline:
+        """The same model with other parts."""
+        return ModularRolePipeline(
+            loaded=loaded,
+            cut=self._cut,
+            family=self._family,
+            schema=self._schema,
+            fingerprint=self._fingerprint,
+            device=self._device,
+        )
 
     @property
     def roles(self) -> tuple[Role, ...]:
@@ -81,6 +99,23 @@ class ModularRolePipeline:
     def cut(self) -> Cut:
         """The parts and what crosses between them."""
         return self._cut
+
+    @property
+    def joins(self) -> bool:
+        """Whether forwards of several requests are joined."""
+        return self._batcher is not None
+
+    def advance_together(self, runs: Sequence[StageRun]) -> list[StageResult | Exception | None]:
+        """One step of several denoising runs; see `Together`."""
+        assert self._batcher is not None
+        stages = [run for run in runs if isinstance(run, _DenoiseStage)]
+        assert len(stages) == len(runs)
+        states = advance_together([stage.stepped for stage in stages], self._batcher)
+        return [state if state is None or isinstance(state, Exception) else self.denoised(state) for state in states]
+
+    def denoised(self, state: Any) -> StageResult:
+        """What a finished denoising run hands on."""
+        return StageResult(outputs=self.outputs(Role.DENOISER, state))
 
     def pipeline(self, role: Role) -> Any:
         """A role's Diffusers pipeline."""
@@ -118,7 +153,7 @@ class ModularRolePipeline:
         state = self._received(role, inputs)
         if role is Role.DENOISER:
             return _DenoiseStage(self, SteppedBlock(view, loaded.blocks, state, self._clock))
-        return _WholeStage(self, role, view, state, params)
+        return _DecodeStage(self, role, view, state, params, streams=self._family.streams)
 
     def _received(self, role: Role, inputs: Sequence[tuple[bytes, Sequence[torch.Tensor]]]) -> Any:
         if not inputs:
@@ -210,34 +245,71 @@ class _WholeStage:
         self._view = self._state = None
 
 
+class _DecodeStage(_WholeStage):
+    """Decoder, which may hand on frames as they are done."""
+
+    def __init__(
+        self, owner: ModularRolePipeline, role: Role, view: Any, state: Any, params: Mapping[str, Any], *, streams: bool
+    ) -> None:
+        super().__init__(owner, role, view, state, params)
+        self._decoder = installed(getattr(view, "vae", None)) if streams and params.get("n", 1) == 1 else None
+        self._deliver: Callable[[tuple[Clip, ...]], None] | None = None
+
+    def stream_to(self, deliver: Callable[[tuple[Clip, ...]], None]) -> None:
+        self._deliver = deliver
+
+    def advance(self) -> StageResult:
+        deliver, decoder, view = self._deliver, self._decoder, self._view
+        if decoder is None or deliver is None or view is None:
+            return super().advance()
+        stream: FrameStream | None = None
+
+        def hear(part: torch.Tensor, frames: int) -> None:
+            nonlocal stream
+            if frames == 1:  # an image is not worth it
+                return
+            pixels = to_pixels(view.video_processor.postprocess_video(part, output_type="pt")[0])
+            if stream is None:
+                height, width, channels = pixels.shape[1:]
+                stream = FrameStream((frames, height, width, channels))
+                deliver((Clip(frames=stream, fps=float(self._params.get("fps", 0))),))
+            stream.put(pixels)
+
+        decoder.listener = hear
+        try:
+            return super().advance()
+        finally:
+            decoder.listener = None
+
+
 class _DenoiseStage:
     """Denoiser: one advance is one step."""
 
     def __init__(self, owner: ModularRolePipeline, stepped: SteppedBlock) -> None:
         self._owner = owner
-        self._stepped = stepped
+        self.stepped = stepped
 
     @property
     def step(self) -> int:
-        return self._stepped.step
+        return self.stepped.step
 
     @property
     def steps(self) -> int:
-        return self._stepped.steps
+        return self.stepped.steps
 
     def advance(self) -> StageResult | None:
         with guarded(Role.DENOISER):
-            state = self._stepped.advance()
-            return None if state is None else StageResult(outputs=self._owner.outputs(Role.DENOISER, state))
+            state = self.stepped.advance()
+            return None if state is None else self._owner.denoised(state)
 
     def checkpoint(self) -> Frozen | None:
-        return self._stepped.checkpoint()
+        return self.stepped.checkpoint()
 
     def restore(self, tree: bytes, tensors: Sequence[torch.Tensor]) -> None:
-        self._stepped.restore(Saved(tree, tensors, self._owner.device))
+        self.stepped.restore(Saved(tree, tensors, self._owner.device))
 
     def cancel(self) -> None:
-        self._stepped.cancel()
+        self.stepped.cancel()
 
 
 def _state(values: dict[str, Any], kwargs_types: dict[str, list[str]]) -> Any:

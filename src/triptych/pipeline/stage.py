@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol, runtime_checkable
 
@@ -10,6 +10,7 @@ import numpy as np
 import torch
 
 from triptych.ids import Role
+from triptych.pipeline.frames import FrameStream
 from triptych.wire.schema import RequestSchema
 
 
@@ -25,11 +26,12 @@ class StageOutput:
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Clip:
     """Decoded media of one output: uint8 RGB or RGBA frames [frames, height, width, 3 or 4]; one frame is an image.
+    A `FrameStream` gives frames while later ones are still decoded.
 
     ``audio`` is float32 [channels, samples] in -1..1 when the model makes sound.
     """
 
-    frames: np.ndarray[Any, np.dtype[np.uint8]]
+    frames: np.ndarray[Any, np.dtype[np.uint8]] | FrameStream
     fps: float
     audio: np.ndarray[Any, np.dtype[np.float32]] | None = None
     sample_rate: int = 0
@@ -79,6 +81,36 @@ class Resumable(Protocol):
 
         With equal fingerprints the result is bit-identical to that of a run without interruption. Raises a retryable
         `StageError` for what is no checkpoint of such a run.
+        """
+        ...
+
+
+@runtime_checkable
+class Streaming(Protocol):
+    """A decoder's `StageRun` that may hand on a clip before it has decoded it all."""
+
+    def stream_to(self, deliver: Callable[[tuple[Clip, ...]], None]) -> None:
+        """Have `advance` call ``deliver`` with clips of a `FrameStream`, if it can, once the first frames are there.
+
+        The caller closes the stream, or fails it, when `advance` returns or raises; what that returns is then complete
+        but need not be read.
+        """
+        ...
+
+
+@runtime_checkable
+class Together(Protocol):
+    """A `RolePipeline` that can compute one step of several denoising runs at once."""
+
+    @property
+    def joins(self) -> bool:
+        """Whether it was asked to."""
+        ...
+
+    def advance_together(self, runs: Sequence[StageRun]) -> list[StageResult | Exception | None]:
+        """Advance each of ``runs``, which are its own, by one step: what `StageRun.advance` gives, or raises, of each.
+
+        Results differ from those of runs that advance alone by rounding.
         """
         ...
 

@@ -10,12 +10,15 @@ from __future__ import annotations
 
 import copy
 import logging
-from dataclasses import dataclass
+from collections.abc import Callable
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from greenlet import getcurrent, greenlet
 
+from triptych.accel.batching import Call
+from triptych.accel.step_cache import FIELD, StepMemory
 from triptych.errors import StageError
 from triptych.pipeline.checkpoint import Baseline, Frozen, Saved, Unsaved
 from triptych.pipeline.cut import walk
@@ -25,9 +28,17 @@ log = logging.getLogger(__name__)
 
 @dataclass(slots=True)
 class StepClock:
-    """The scheduler's timestep of the step being computed; one per loaded denoiser, read by `exact_timestep`."""
+    """What models may know of the step being computed; one per loaded denoiser. `exact_timestep` reads the timestep."""
 
     timestep: torch.Tensor | None = None
+    memory: StepMemory = field(default_factory=StepMemory)
+    """What the steps of the request being computed leave for the next ones, where step caching is on."""
+
+    def begin(self, timestep: Any, state: Any, *, anew: bool) -> None:
+        """A step of a loop with this ``state`` begins, or, if not ``anew``, goes on."""
+        self.timestep = timestep
+        if anew or self.memory.wanted:
+            self.memory.enter(state)
 
 
 class SteppedBlock:
@@ -45,6 +56,8 @@ class SteppedBlock:
         self._baseline: Baseline | None = None
         self._here: tuple[Any, Any] | None = None
         """Components and block state of the loop, while it stands before a step."""
+        self._step: tuple[Any, Any] | None = None
+        """Timestep and block state of the step that is being computed."""
         self._saved: Saved | None = None
         block = copy.deepcopy(block)
         for loop in loops(block):
@@ -55,18 +68,31 @@ class SteppedBlock:
     def advance(self) -> Any | None:
         """One step more; the final state after the last one, else None. What the block raises comes through.
 
+        While calls of the model are collected, a `Call` that must be computed before the step can go on.
         Raises `StageError` when the run is over.
         """
+        return self._switch(lambda run: run.switch())
+
+    def resume(self, call: Call) -> Any | None:
+        """Go on with a step that came to ``call``, which has been computed; returns what `advance` would."""
+        if self._step is not None:
+            self._clock.begin(*self._step, anew=False)  # other runs have computed meanwhile
+        error = call.error
+        if error is not None:
+            return self._switch(lambda run: run.throw(error))
+        return self._switch(lambda run: run.switch(call.result))
+
+    def _switch(self, into: Callable[[greenlet], Any]) -> Any | None:
         run = self._greenlet
         if run is None:
             raise StageError("the denoiser run is over")
         run.parent = getcurrent()
         try:
-            state = run.switch()
+            outcome = into(run)
         finally:
             if run.dead:
                 self._greenlet = self._here = None
-        return state if run.dead else None
+        return outcome if run.dead or isinstance(outcome, Call) else None
 
     def checkpoint(self) -> Frozen | None:
         """What has to be kept to go on from here, copied; None where that cannot be had: before the first step, after
@@ -90,7 +116,7 @@ class SteppedBlock:
     def cancel(self) -> None:
         """Unwind the block by GreenletExit, which no block catches, and drop all that it held."""
         run, self._greenlet = self._greenlet, None
-        self._here = self._baseline = self._saved = None
+        self._here = self._baseline = self._saved = self._step = None
         if run is not None and not run.dead:
             run.parent = getcurrent()
             run.throw()
@@ -115,8 +141,11 @@ class SteppedBlock:
                 assert caller is not None
                 caller.switch()
                 self._here = None
-            self._clock.timestep = arguments.get("t")
+            self._step = arguments.get("t"), block_state
+            self._clock.begin(*self._step, anew=True)
             result = compute(components, block_state, **arguments)
+            self._step = None
+            self._clock.memory.values = None
             self.step += 1
             return result
 
@@ -125,6 +154,8 @@ class SteppedBlock:
     def _enter(self, components: Any, block_state: Any, arguments: dict[str, Any]) -> None:
         """Look at the state before the first step, if this is a loop over steps."""
         self.steps = _length(block_state)
+        if self._clock.memory.wanted:
+            setattr(block_state, FIELD, {})
         if arguments.get("i") == 0:
             try:
                 self._baseline = Baseline(components, block_state)

@@ -29,15 +29,17 @@ def load_component(
     try:
         if not issubclass(kind, torch.nn.Module):
             return kind.from_pretrained(str(source / name if (source / name).is_dir() else source))
-        module = _module(folder, name, kind, source, dtype)
+        module = _module(folder, name, kind, source, dtype, device)
     except (OSError, ValueError, RuntimeError, ImportError, KeyError, TypeError) as error:
         raise ModelError(f"component {name!r} cannot be loaded from {str(source)!r}: {error}") from error
     return module.to(device).eval().requires_grad_(False)
 
 
-def _module(folder: Path, name: str, kind: Any, source: Path, dtype: torch.dtype) -> torch.nn.Module:
+def _module(
+    folder: Path, name: str, kind: Any, source: Path, dtype: torch.dtype, device: torch.device
+) -> torch.nn.Module:
     if source.is_dir():
-        return _from_folder(name, kind, source / name if (source / name).is_dir() else source, dtype)
+        return _from_folder(kind, source / name if (source / name).is_dir() else source, dtype, device)
     if source.suffix != SAFETENSORS:
         raise ValueError(f"must be a folder or a {SAFETENSORS} file")
     if _is_foreign(folder, name, kind, source):
@@ -51,12 +53,18 @@ def _module(folder: Path, name: str, kind: Any, source: Path, dtype: torch.dtype
         stem = "diffusion_pytorch_model" if kind.__module__.startswith("diffusers.") else "model"
         (Path(staged) / "config.json").symlink_to((folder / name / "config.json").resolve())
         (Path(staged) / f"{stem}{SAFETENSORS}").symlink_to(source.resolve())
-        return _from_folder(name, kind, Path(staged), dtype)
+        return _from_folder(kind, Path(staged), dtype, device)
 
 
-def _from_folder(name: str, kind: Any, source: Path, dtype: torch.dtype) -> torch.nn.Module:
+def _from_folder(kind: Any, source: Path, dtype: torch.dtype, device: torch.device) -> torch.nn.Module:
+    """Read tensor by tensor from the mapped file to ``device``, so that host memory never holds a second copy."""
     module, info = kind.from_pretrained(
-        str(source), dtype=dtype, use_safetensors=True, output_loading_info=True, local_files_only=True
+        str(source),
+        dtype=dtype,
+        device_map={"": device},
+        use_safetensors=True,
+        output_loading_info=True,
+        local_files_only=True,
     )
     _refuse_missing(sorted(info["missing_keys"]))
     return module

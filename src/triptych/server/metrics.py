@@ -18,6 +18,7 @@ from prometheus_client.utils import floatToGoString
 
 from triptych.core.events import Count, JobState, StageTiming
 from triptych.ids import InstanceId, Role
+from triptych.wire.messages import Counts
 
 _Label = TypeVar("_Label", bound=str)
 
@@ -27,6 +28,15 @@ BUCKETS = (0.001, 0.003, 0.01, 0.03, 0.1, 0.3, 1.0, 3.0, 10.0, 30.0, 100.0, 300.
 
 PLANES = frozenset({"local", "shm", "cuda-ipc", "mooncake"})
 """Data planes with a label value of their own. The name comes from an instance, so any other counts as ``other``."""
+
+_COUNTS = {
+    "compilations": "Graphs compiled, warm-up included.",
+    "compile_seconds": "Time spent compiling.",
+    "prompt_hits": "Prompts whose embeddings were there already.",
+    "prompt_misses": "Prompts that the text encoder had to compute.",
+    "steps_skipped": "Denoiser forwards that step caching made short.",
+}
+"""Fields of `Counts` as metrics."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -39,6 +49,8 @@ class Gauges:
     slots_free: Mapping[Role, int]
     up: Mapping[InstanceId, bool]
     """Every instance that this server has known lately, and whether it is alive."""
+    counts: Mapping[InstanceId, Counts]
+    """What the models of each live instance have done; begins anew with its process."""
 
 
 class _Durations:
@@ -110,6 +122,8 @@ class _Scrape(Collector):
         yield _gauge("slots_used", "Slots with a lease.", "role", gauges.slots_used)
         yield _gauge("slots_free", "Slots without a lease.", "role", gauges.slots_free)
         yield _gauge("instance_up", "1 while an instance's heartbeats arrive.", "instance", gauges.up)
+        for field, text in _COUNTS.items():
+            yield _counter(field, text, "instance", {i: getattr(counts, field) for i, counts in gauges.counts.items()})
         yield _counter("requests_ended", "Requests by final state.", "state", metrics.ended)
         yield _counter("events", "What the router found worth counting.", "name", metrics.events)
         yield _counter("dropped_frames", "Messages that could not be read or sent.", "socket", metrics.dropped)

@@ -81,6 +81,19 @@ class Hello(_FromInstance, frozen=True, tag="hello"):
     """Outputs that it still keeps."""
 
 
+class Counts(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """What the models of an instance have done since its process began."""
+
+    compilations: int = 0
+    """Graphs compiled, warm-up included."""
+    compile_seconds: float = 0.0
+    prompt_hits: int = 0
+    """Prompts whose embeddings were there already."""
+    prompt_misses: int = 0
+    steps_skipped: int = 0
+    """Denoiser forwards that step caching made short."""
+
+
 class Heartbeat(_FromInstance, frozen=True, tag="heartbeat"):
     """About once a second. ``leases`` lets the server notice work that was lost on the way."""
 
@@ -91,6 +104,7 @@ class Heartbeat(_FromInstance, frozen=True, tag="heartbeat"):
     """Resident memory of the process."""
     device_bytes: int = 0
     """GPU memory allocated; 0 on CPU."""
+    counts: Counts = Counts()
     copies: tuple[CopyId, ...] = ()
     """Outputs it keeps whose `Staged` was acknowledged: shows a lost `Release` or `Dropped` to the server."""
 

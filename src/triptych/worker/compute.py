@@ -5,6 +5,7 @@ Between two steps it looks at what has come in and at who was cancelled, so noth
 
 from __future__ import annotations
 
+import logging
 import threading
 import time
 from collections import deque
@@ -14,10 +15,12 @@ from queue import SimpleQueue
 
 import torch
 
+from triptych.accel.tally import Tally
 from triptych.core.instance_events import ComputeStarted, Ended, Stepped
 from triptych.errors import StageError
 from triptych.ids import Role
-from triptych.pipeline.stage import Resumable, RolePipeline, StageResult, StageRun
+from triptych.pipeline.frames import FrameStream
+from triptych.pipeline.stage import Clip, Resumable, RolePipeline, StageResult, StageRun, Streaming, Together
 from triptych.transport.data.protocol import Payload
 from triptych.worker.failure import failed, stopped
 from triptych.worker.jobs import (
@@ -33,6 +36,8 @@ from triptych.worker.jobs import (
 )
 from triptych.worker.threads import WorkerThread
 
+log = logging.getLogger(__name__)
+
 
 @dataclass(kw_only=True, slots=True)
 class _Running:
@@ -47,6 +52,8 @@ class _Running:
     step: int
     saved_at: float
     """When its last checkpoint was taken, or it began; seconds of `time.monotonic`."""
+    streams: tuple[FrameStream, ...] = ()
+    """Where its frames go, once the first is there."""
     saving: threading.Event | None = None
     """Set once its last checkpoint is staged."""
 
@@ -56,7 +63,7 @@ class ComputeThread(WorkerThread[ComputeJob]):
 
     ``load`` brings the pipeline into memory, in this thread. A finished stage goes on to ``stage`` (state for the
     next role) or ``encode`` (clips). ``max_running`` stages interleave. Every ``checkpoint_interval`` seconds (0:
-    never) a denoising stage that can gives a checkpoint to ``stage``.
+    never) a denoising stage that can gives a checkpoint to ``stage``. What compiles during a step shows in ``tally``.
     """
 
     def __init__(
@@ -66,6 +73,7 @@ class ComputeThread(WorkerThread[ComputeJob]):
         device: str,
         max_running: int,
         checkpoint_interval: float = 0.0,
+        tally: Tally,
         identity: Identity,
         post: Callable[[Post], None],
         stage: Callable[[StageJob | CheckpointJob], None],
@@ -76,6 +84,7 @@ class ComputeThread(WorkerThread[ComputeJob]):
         self._device = torch.device(device)
         self._max_running = max_running
         self._checkpoint_interval = checkpoint_interval
+        self._tally = tally
         self._identity = identity
         self._stage = stage
         self._encode = encode
@@ -103,7 +112,7 @@ class ComputeThread(WorkerThread[ComputeJob]):
             while self._waiting and len(self._running) < self._max_running:
                 self._begin(pipeline, self._waiting.popleft())
             if self._running:
-                self._turn(self._running.popleft())
+                self._turn(pipeline, self._next(pipeline))
         for running in self._running:
             running.run.cancel()
 
@@ -137,19 +146,24 @@ class ComputeThread(WorkerThread[ComputeJob]):
             if job.resume is not None:
                 _restore(run, job.resume)
         except Exception as error:
-            self._fail(job.ticket, error)
+            self._refuse(job.ticket, error)
             return
-        wanted = job.params.get("output_format")
-        self._running.appendleft(
-            _Running(
-                ticket=job.ticket,
-                run=run,
-                wanted=wanted,
-                seconds=time.perf_counter() - begun,
-                step=run.step,
-                saved_at=time.monotonic(),
-            )
+        running = _Running(
+            ticket=job.ticket,
+            run=run,
+            wanted=job.params.get("output_format"),
+            seconds=time.perf_counter() - begun,
+            step=run.step,
+            saved_at=time.monotonic(),
         )
+        if isinstance(run, Streaming):
+            run.stream_to(lambda clips: self._stream(running, clips))
+        self._running.appendleft(running)
+
+    def _stream(self, running: _Running, clips: tuple[Clip, ...]) -> None:
+        """Frames of a stage come while it goes on: from now on its lease is in the hands of whoever writes the file."""
+        running.streams = tuple(clip.frames for clip in clips if isinstance(clip.frames, FrameStream))
+        self._encode(MediaJob(ticket=running.ticket, clips=clips, wanted=running.wanted))
 
     def _own(self, job: ComputeJob) -> None:
         """Tell the allocator that this thread's stream reads the inputs, which another stream brought."""
@@ -157,25 +171,73 @@ class ComputeThread(WorkerThread[ComputeJob]):
         for tensor in (t for p in payloads for t in p.tensors if t.is_cuda):
             tensor.record_stream(torch.cuda.current_stream(self._device))
 
-    def _turn(self, running: _Running) -> None:
-        """Advance one stage to its next step boundary."""
+    def _next(self, pipeline: RolePipeline) -> list[_Running]:
+        """The stage whose turn it is, with all others that can share it."""
+        first = self._running.popleft()
+        if first.ticket.lease.role is not Role.DENOISER or not isinstance(pipeline, Together) or not pipeline.joins:
+            return [first]
+        others = [running for running in self._running if running.ticket.lease.role is Role.DENOISER]
+        self._running = deque(running for running in self._running if running not in others)
+        return [first, *others]
+
+    def _turn(self, pipeline: RolePipeline, group: list[_Running]) -> None:
+        """Advance stages to their next step boundary, at once if there are several."""
+        group = [running for running in group if not self._stops(running)]
+        if not group:
+            return
+        begun, compiled = time.perf_counter(), self._tally.compilations
+        results = self._advance(pipeline, group)
+        seconds = time.perf_counter() - begun
+        if self._tally.compilations != compiled:
+            log.warning(
+                "compiled %d graphs in a stage of %.1f s: request=%s has a shape that was not warmed up (--warmup)",
+                self._tally.compilations - compiled,
+                seconds,
+                group[0].ticket.lease.request,
+            )
+        for running, result in zip(group, results, strict=True):
+            running.seconds += seconds / len(group)
+            self._advanced(running, result)
+
+    def _stops(self, running: _Running) -> bool:
+        """Stop a stage that was asked to; whether it was."""
         ticket = running.ticket
         if ticket.cancelled.is_set():
             running.run.cancel()
             self._post(Ended(outcome=stopped(self._identity, ticket.lease)))
-            return
+            return True
         if ticket.suspended.is_set():
             self._suspend(running)
-            return
-        begun = time.perf_counter()
+            return True
+        return False
+
+    def _advance(self, pipeline: RolePipeline, group: list[_Running]) -> list[StageResult | Exception | None]:
+        """What one step of each gave or raised."""
+        if len(group) > 1:
+            assert isinstance(pipeline, Together)
+            results = pipeline.advance_together([running.run for running in group])
+        else:
+            try:
+                results: list[StageResult | Exception | None] = [group[0].run.advance()]
+            except Exception as error:
+                return [error]
         try:
-            result = running.run.advance()
-            self._keep_pace(finished=result is not None)
+            self._keep_pace(finished=any(results))
         except Exception as error:
+            return [error] * len(group)
+        return results
+
+    def _advanced(self, running: _Running, result: StageResult | Exception | None) -> None:
+        """Report what a step gave, and go on or hand on."""
+        ticket = running.ticket
+        if isinstance(result, Exception):
             running.run.cancel()
-            self._fail(ticket, error)
+            self._fail(running, result)
             return
-        running.seconds += time.perf_counter() - begun
+        for stream in running.streams:
+            stream.close(running.seconds / len(running.streams))
+        if running.streams:
+            return
         if running.run.step != running.step:
             running.step = running.run.step
             self._post(Stepped(lease=ticket.lease, step=running.step, steps=running.run.steps))
@@ -243,7 +305,17 @@ class ComputeThread(WorkerThread[ComputeJob]):
         while self._in_flight.qsize() > (0 if finished else 1):
             self._in_flight.get().synchronize()
 
-    def _fail(self, ticket: Ticket, error: Exception) -> None:
+    def _fail(self, running: _Running, error: Exception) -> None:
+        """Report the failure of a stage, or have it reported by who writes its file. See `_refuse`."""
+        if not running.streams:
+            self._refuse(running.ticket, error)
+            return
+        if self._device.type == "cuda":
+            torch.cuda.synchronize(self._device)
+        for stream in running.streams:
+            stream.fail(error)
+
+    def _refuse(self, ticket: Ticket, error: Exception) -> None:
         """Report one request's failure. Raises when the device itself is beyond use.
 
         A CUDA error sticks to the process: every later request would fail of it, so it must not go on.

@@ -7,6 +7,7 @@ from collections.abc import Callable
 from queue import SimpleQueue
 from typing import Final
 
+from triptych.accel.tally import Tally
 from triptych.pipeline.stage import RolePipeline
 from triptych.transport.data.protocol import DataPlane
 from triptych.worker.compute import ComputeThread
@@ -31,6 +32,7 @@ class Crew:
         device: str,
         slots: int,
         max_running: int,
+        tally: Tally,
         checkpoint_interval: float = 0.0,
         plane: DataPlane,
         identity: Identity,
@@ -42,6 +44,7 @@ class Crew:
             load=load,
             device=device,
             max_running=max_running,
+            tally=tally,
             checkpoint_interval=checkpoint_interval,
             identity=identity,
             post=post,

@@ -41,7 +41,7 @@ class MediaThread(WorkerThread[MediaJob]):
             server_epoch=None,
             lease=lease,
             files=tuple(file.describe(number) for number, file in enumerate(files)),
-            compute_seconds=job.compute_seconds,
+            compute_seconds=job.seconds(),
             encode_seconds=time.monotonic() - begun,
         )
         self._post(MediaReady(outcome=outcome, files=tuple(file.data for file in files)))

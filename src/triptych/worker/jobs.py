@@ -12,6 +12,7 @@ from typing import Any, TypeAlias
 
 from triptych.core.instance_events import InstanceEvent, Pulled
 from triptych.ids import Epoch, InstanceId
+from triptych.pipeline.frames import FrameStream
 from triptych.pipeline.stage import Clip, StageOutput
 from triptych.transport.data.protocol import Payload
 from triptych.wire.manifest import Manifest
@@ -93,12 +94,18 @@ class CheckpointJob:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class MediaJob:
-    """Write the files of a finished request. ``wanted`` is the format that it asked for, if it did."""
+    """Write the files of a request, whose last frames may yet be to come. ``wanted`` is the format that it asked for,
+    if it did."""
 
     ticket: Ticket
     clips: tuple[Clip, ...]
     wanted: str | None
-    compute_seconds: float
+    compute_seconds: float = 0.0
+    """Of clips that are complete; a stream of frames says so itself."""
+
+    def seconds(self) -> float:
+        """What the decoding took; to be asked once all frames were read."""
+        return self.compute_seconds + sum(c.frames.seconds for c in self.clips if isinstance(c.frames, FrameStream))
 
 
 @dataclass(frozen=True, slots=True)

@@ -106,7 +106,7 @@ def encode_clip(clip: Clip, wanted: str | None, *, cancelled: Callable[[], bool]
         raise StageError(f"frames of shape {clip.frames.shape}: must be [frames, height, width, 3 or 4] and not empty")
     chosen = output_format(clip, wanted)
     if chosen != "mp4":
-        return _still(clip.frames[0], chosen)
+        return _still(next(iter(clip.frames)), chosen)
     data, width, height = _mp4(clip, cancelled)
     return Encoded(
         data=data,

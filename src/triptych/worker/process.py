@@ -6,12 +6,14 @@ owns the model. *Transfer* pulls inputs ahead and stages outputs. *Media* writes
 
 from __future__ import annotations
 
+import dataclasses
 import logging
 from typing import Final, NoReturn
 
 import psutil
 import torch
 
+from triptych.accel.tally import Tally
 from triptych.config import InstanceConfig
 from triptych.core.instance import InstanceMachine
 from triptych.core.instance_events import Stop, Usage
@@ -21,7 +23,7 @@ from triptych.transport.control.keys import load_keys
 from triptych.transport.data.plane import open_plane
 from triptych.transport.data.protocol import DataPlane
 from triptych.transport.host import host_id
-from triptych.wire.messages import PROTOCOL_VERSION, Hello
+from triptych.wire.messages import PROTOCOL_VERSION, Counts, Hello
 from triptych.worker.control import ControlLoop
 from triptych.worker.crew import Crew
 from triptych.worker.jobs import Identity, Loaded, ThreadDied
@@ -63,8 +65,10 @@ def run_instance(config: InstanceConfig) -> int:
     except BaseException:
         control.close()
         raise
+    tally = Tally()
     crew = Crew(
-        load=lambda: load_pipeline(config.model, config.roles, config.torch_device),
+        load=lambda: load_pipeline(config.model, config.roles, config.torch_device, tally),
+        tally=tally,
         device=config.torch_device,
         slots=config.slots,
         max_running=config.max_running,
@@ -82,7 +86,7 @@ def run_instance(config: InstanceConfig) -> int:
         if isinstance(loaded, int):
             code = loaded
         else:
-            loop = _control_loop(config, identity, loaded, control, plane, crew, mailbox)
+            loop = _control_loop(config, identity, loaded, control, plane, crew, mailbox, tally)
             mailbox.attach(control.wake)
             code = loop.run()
     except Exception:
@@ -114,6 +118,7 @@ def _control_loop(
     plane: DataPlane,
     crew: Crew,
     mailbox: Mailbox,
+    tally: Tally,
 ) -> ControlLoop:
     hello = Hello(
         instance=identity.instance,
@@ -134,7 +139,12 @@ def _control_loop(
 
     def usage() -> Usage:
         on_gpu = torch.cuda.memory_allocated(config.torch_device) if config.model.device == "cuda" else 0
-        return Usage(pool_used=plane.used_bytes, resident_bytes=process.memory_info().rss, device_bytes=on_gpu)
+        return Usage(
+            pool_used=plane.used_bytes,
+            resident_bytes=process.memory_info().rss,
+            device_bytes=on_gpu,
+            counts=Counts(**dataclasses.asdict(tally)),
+        )
 
     return ControlLoop(
         control=control,

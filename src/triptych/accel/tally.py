@@ -1,0 +1,19 @@
+"""What the accelerated models of one process have done so far, for the log and the metrics."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+@dataclass(kw_only=True, slots=True)
+class Tally:
+    """Counts since the process began. Written by the compute thread alone; others may read a count at any time."""
+
+    compilations: int = 0
+    """Graphs compiled, warm-up included."""
+    compile_seconds: float = 0.0
+    prompt_hits: int = 0
+    """Text encoder calls answered from the cache."""
+    prompt_misses: int = 0
+    steps_skipped: int = 0
+    """Denoiser forwards that step caching made short."""

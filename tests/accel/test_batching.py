@@ -1,0 +1,101 @@
+"""Forwards that are joined give each request its own result; what cannot be joined is computed alone."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from greenlet import getcurrent, greenlet
+from torch import Tensor, nn
+
+from triptych.accel.batching import Call, ForwardBatcher
+
+
+class Model(nn.Module):
+    """Doubles, and remembers how much it was given at once."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.batches: list[int] = []
+
+    def forward(self, x: Tensor, grids: list[tuple[int, int]], scale: float = 2.0) -> tuple[Tensor]:
+        self.batches.append(x.shape[0])
+        assert len(grids) == x.shape[0]
+        if bool((x < 0).any()):
+            raise ValueError("negative")
+        return (x * scale,)
+
+
+@pytest.fixture
+def model() -> Model:
+    return Model()
+
+
+def parked(model: Model, batcher: ForwardBatcher, *arguments: dict[str, Any]) -> list[tuple[greenlet, Call]]:
+    batcher.install(model)
+    batcher.collecting = True
+    calls: list[tuple[greenlet, Call]] = []
+    for given in arguments:
+        run = greenlet(lambda given=given: model(**given), parent=getcurrent())
+        calls.append((run, run.switch()))
+    batcher.collecting = False
+    return calls
+
+
+def given(value: float, width: int = 3) -> dict[str, Any]:
+    return {"x": torch.full((1, width), value), "grids": [(1, width)]}
+
+
+def results(calls: list[tuple[greenlet, Call]], batcher: ForwardBatcher) -> list[Any]:
+    batcher.run([call for _, call in calls])
+    return [call.error or run.switch(call.result) for run, call in calls]
+
+
+def test_equal_shapes_are_joined_and_each_gets_its_own(model: Model) -> None:
+    batcher = ForwardBatcher()
+    calls = parked(model, batcher, *(given(float(n)) for n in range(5)), given(9.0, width=4))
+    for _, call in calls:
+        batcher.caps[call.key] = 4
+    answers = results(calls, batcher)
+    assert [float(answer[0][0, 0]) for answer in answers] == [0.0, 2.0, 4.0, 6.0, 8.0, 18.0]
+    assert model.batches == [4, 1, 1]
+
+
+def test_calls_that_differ_in_a_setting_are_not_joined(model: Model) -> None:
+    batcher = ForwardBatcher()
+    calls = parked(model, batcher, given(1.0), {**given(1.0), "scale": 3.0})
+    assert [float(answer[0][0, 0]) for answer in results(calls, batcher)] == [2.0, 3.0]
+    assert model.batches == [1, 1]
+
+
+def test_an_error_comes_to_every_request_that_shared_the_forward_and_to_no_other(model: Model) -> None:
+    batcher = ForwardBatcher()
+    calls = parked(model, batcher, given(-1.0), given(1.0), given(1.0, width=4))
+    batcher.caps[calls[0][1].key] = 2
+    answers = results(calls, batcher)
+    assert [type(answer) for answer in answers] == [ValueError, ValueError, tuple]
+
+
+@pytest.mark.parametrize(("cost", "cap"), [(lambda n: 1.0 + 0.1 * n, 8), (float, 1)])
+def test_how_many_are_joined_is_measured_once_for_a_shape(
+    model: Model, monkeypatch: pytest.MonkeyPatch, cost: Callable[[int], float], cap: int
+) -> None:
+    clock = [0.0]
+
+    def compute(x: Tensor, grids: list[tuple[int, int]]) -> Tensor:
+        clock[0] += cost(x.shape[0])
+        model.batches.append(x.shape[0])
+        return x
+
+    monkeypatch.setattr("triptych.accel.batching.time.perf_counter", lambda: clock[0])
+    monkeypatch.setattr(model, "forward", compute)
+    batcher = ForwardBatcher()
+    calls = parked(model, batcher, *(given(1.0) for _ in range(8)))
+    batcher.run([call for _, call in calls])
+    assert set(batcher.caps.values()) == {cap}
+    assert model.batches[-1] == cap
+    measured = len(model.batches)
+    batcher.run([call for _, call in calls])
+    assert len(model.batches) == measured + 8 // cap

@@ -1,0 +1,54 @@
+"""The serving benchmark starts a group, loads it over HTTP, accounts for every request, and leaves nothing behind."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import psutil
+import pytest
+
+from triptych.bench.serve import main
+from triptych.errors import ConfigError
+
+
+@pytest.fixture(autouse=True)
+def one_thread(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("OMP_NUM_THREADS", "1")
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+
+
+@pytest.mark.slow
+def test_bursts_and_arrivals_on_split_roles(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    before = {child.pid for child in psutil.Process().children(recursive=True)}
+    file = tmp_path / "rows.json"
+    words = ["tiny", "--option", "device=cpu", "--option", "warmup=32x32x5", "--shape", "32x32x5", "--steps", "2"]
+    status = main([*words, "--bursts", "1,3", "--requests", "6", "--rate", "2", "--json", str(file)])
+    rows = json.loads(file.read_text())
+    assert [row["load"] for row in rows] == ["burst of 1", "burst of 3", "Poisson 2/s"]
+    for row in rows:
+        assert row["done"] == row["sent"]
+        assert not row["failures"]
+        assert 0 < row["p50"] <= row["p95"] <= row["p99"]
+        assert {"encoder", "denoiser", "decoder", "handoff", "file"} == set(row["stages"])
+    assert status == (0 if all(row["little_holds"] for row in rows) else 1)
+    printed = capsys.readouterr().out
+    assert printed.count("warmed up for 32x32x5") == 3
+    assert "memory of denoiser" in printed
+    assert {child.pid for child in psutil.Process().children(recursive=True)} <= before
+
+
+@pytest.mark.parametrize(
+    ("words", "reason"),
+    [
+        (["--baseline", "ray"], "'ray' is none of replicas, stock"),
+        (["--server", "http://127.0.0.1:1", "--baseline", "stock"], "starts nothing"),
+        (["--shape", "big"], "must look like 832x480x81"),
+        (["--option", "profile"], "NAME=VALUE"),
+        (["--bursts", "one"], "whole numbers"),
+        (["--denoiser-gpus", "a"], "GPU numbers"),
+    ],
+)
+def test_what_makes_no_sense_is_refused_before_anything_starts(words: list[str], reason: str) -> None:
+    with pytest.raises(ConfigError, match=reason):
+        main(words)

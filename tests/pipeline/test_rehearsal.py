@@ -1,0 +1,37 @@
+"""A lone role warms up on requests whose earlier stages have no weights, and serves real ones as before."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from triptych.config import ModelConfig, Shape
+from triptych.errors import ConfigError
+from triptych.ids import ROLES, Role
+from triptych.pipeline.load import load_pipeline
+
+from .harness import lone_folder
+
+FRAMES = {"wan22_t2v": 5, "wan_i2v": 5, "qwen_t2i": 1, "z_image": 1}
+
+
+@pytest.mark.parametrize("family", FRAMES)
+def test_every_lone_role_can_be_warmed_up(
+    family: str, checkpoint: Callable[[str], Path], tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level(logging.INFO, logger="triptych")
+    shape = Shape(width=32, height=32, frames=FRAMES[family])
+    for role in ROLES:
+        folder = lone_folder(checkpoint(family), role, tmp_path / role, keeps=("vae",) if role is Role.ENCODER else ())
+        config = ModelConfig(path=str(folder), device="cpu", warmup=(shape,))
+        load_pipeline(config, (role,), "cpu")
+    assert caplog.text.count(f"warmed up for {shape} in") == len(ROLES)
+
+
+def test_a_shape_that_the_model_cannot_have_is_refused_by_name() -> None:
+    config = ModelConfig(path="tiny", device="cpu", warmup=(Shape(width=100, height=64, frames=5),))
+    with pytest.raises(ConfigError, match="warmup=100x64x5: width=100"):
+        load_pipeline(config, ROLES, "cpu")

@@ -1,0 +1,107 @@
+"""Step caching on the trained model: steps are saved, the error is small, requests and checkpoints keep apart."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+from triptych.accel.tally import Tally
+from triptych.config import ModelConfig
+from triptych.errors import ConfigError
+from triptych.ids import ROLES, Role
+from triptych.pipeline.load import load_pipeline
+from triptych.pipeline.modular import ModularRolePipeline
+from triptych.pipeline.stage import Resumable
+
+from .harness import Inbox, Trio, finish, latents, post
+
+REQUEST: dict[str, Any] = {
+    "prompt": "a red circle moving right on a blue background",
+    "width": 64,
+    "height": 64,
+    "num_frames": 5,
+    "num_inference_steps": 20,
+    "seed": 3,
+}
+OTHER = {**REQUEST, "prompt": "a blue square growing on a white background", "seed": 4, "num_inference_steps": 11}
+THRESHOLD = 0.08
+
+
+def loaded(step_cache: float, tally: Tally) -> Trio:
+    config = ModelConfig(path="tiny", device="cpu", step_cache=step_cache)
+    pipeline = load_pipeline(config, ROLES, "cpu", tally)
+    assert isinstance(pipeline, ModularRolePipeline)
+    return Trio.of(dict.fromkeys(ROLES, pipeline))
+
+
+@pytest.fixture(scope="module")
+def tally() -> Tally:
+    return Tally()
+
+
+@pytest.fixture(scope="module")
+def cached(tally: Tally) -> Trio:
+    return loaded(THRESHOLD, tally)
+
+
+def denoised(trio: Trio, request: dict[str, Any]) -> torch.Tensor:
+    inbox = trio.encoded(request)
+    trio.stage(Role.DENOISER, request, inbox)
+    return latents(inbox)
+
+
+def test_steps_are_saved_at_a_small_error(cached: Trio, tally: Tally) -> None:
+    exact = denoised(loaded(0.0, Tally()), REQUEST)
+    before = tally.steps_skipped
+    close = denoised(cached, REQUEST)
+    skipped = tally.steps_skipped - before
+    error = float((close - exact).norm() / exact.norm())
+    forwards = 2 * REQUEST["num_inference_steps"]
+    print(f"threshold {THRESHOLD}: {skipped} of {forwards} forwards cut short, relative error {error:.3f}")
+    assert skipped >= 4
+    assert 0 < error < 0.1
+
+
+def test_interleaved_requests_give_what_they_give_alone(cached: Trio) -> None:
+    alone = [denoised(cached, request) for request in (REQUEST, OTHER)]
+    inboxes = [cached.encoded(request) for request in (REQUEST, OTHER)]
+    runs = [cached.start(Role.DENOISER, r, inbox) for r, inbox in zip((REQUEST, OTHER), inboxes, strict=True)]
+    waiting = list(zip(runs, inboxes, strict=True))
+    while waiting:
+        for run, inbox in list(waiting):
+            if (result := run.advance()) is not None:
+                post(result, inbox)
+                waiting.remove((run, inbox))
+    for inbox, expected in zip(inboxes, alone, strict=True):
+        assert torch.equal(latents(inbox), expected)
+
+
+@pytest.mark.parametrize("after", [2, 7])
+def test_a_checkpoint_carries_what_later_steps_reuse(cached: Trio, after: int) -> None:
+    whole = denoised(cached, REQUEST)
+    inbox: Inbox = cached.encoded(REQUEST)
+    run = cached.start(Role.DENOISER, REQUEST, inbox)
+    for _ in range(after):
+        assert run.advance() is None
+    assert isinstance(run, Resumable)
+    frozen = run.checkpoint()
+    assert frozen is not None
+    run.cancel()
+    resumed = cached.start(Role.DENOISER, REQUEST, inbox)
+    assert isinstance(resumed, Resumable)
+    resumed.restore(*frozen)
+    post(finish(resumed), inbox)
+    assert torch.equal(latents(inbox), whole)
+
+
+def test_the_fingerprint_tells_a_caching_denoiser_from_an_exact_one(cached: Trio) -> None:
+    fingerprint = cached.pipelines[Role.DENOISER].fingerprint
+    assert "step cache threshold 0.08" in fingerprint
+    assert fingerprint != loaded(0.0, Tally()).pipelines[Role.DENOISER].fingerprint
+
+
+def test_a_threshold_that_is_no_share_is_refused() -> None:
+    with pytest.raises(ConfigError, match=r"step-cache=1\.5"):
+        ModelConfig(path="tiny", step_cache=1.5)

@@ -1,0 +1,104 @@
+"""Requests that share forwards come out as they do alone, up to rounding; one that fails does not take others along."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+from triptych.accel.batching import ForwardBatcher
+from triptych.config import ModelConfig
+from triptych.errors import ConfigError, StageError
+from triptych.ids import ROLES, Role
+from triptych.pipeline.load import load_pipeline
+from triptych.pipeline.modular import ModularRolePipeline
+from triptych.pipeline.stage import StageResult
+
+from .harness import Trio, latents, post
+
+REQUEST: dict[str, Any] = {
+    "prompt": "a red circle moving right on a blue background",
+    "width": 32,
+    "height": 32,
+    "num_frames": 5,
+    "num_inference_steps": 4,
+    "seed": 3,
+}
+OTHERS = (
+    {**REQUEST, "prompt": "a blue square growing on a white background", "seed": 4, "num_inference_steps": 6},
+    {**REQUEST, "seed": 5, "guidance_scale": 1.0},
+    {**REQUEST, "seed": 6, "width": 64},
+)
+
+
+@pytest.fixture(scope="module")
+def trio() -> Trio:
+    pipeline = load_pipeline(ModelConfig(path="tiny", device="cpu", batching=True), ROLES, "cpu")
+    assert isinstance(pipeline, ModularRolePipeline)
+    assert pipeline.joins
+    return Trio.of(dict.fromkeys(ROLES, pipeline))
+
+
+@pytest.fixture
+def sizes(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """Calls in each round; every kind is joined without being measured."""
+    seen: list[int] = []
+    run = ForwardBatcher.run
+
+    def watched(self: ForwardBatcher, calls: Any) -> None:
+        self.caps |= {call.key: 4 for call in calls}
+        seen.append(len({call.key for call in calls}))
+        run(self, calls)
+
+    monkeypatch.setattr(ForwardBatcher, "run", watched)
+    return seen
+
+
+def together(trio: Trio, requests: list[dict[str, Any]], spoil: int | None = None) -> list[torch.Tensor | Exception]:
+    pipeline = trio.pipelines[Role.DENOISER]
+    inboxes = [trio.encoded(request) for request in requests]
+    runs = {n: trio.start(Role.DENOISER, r, inboxes[n]) for n, r in enumerate(requests)}
+    ended: dict[int, torch.Tensor | Exception] = {}
+    while runs:
+        if spoil in runs and runs[spoil].step == 2:
+            runs[spoil].cancel()  # a run that is over raises when it is advanced
+        order = list(runs)
+        for n, result in zip(order, pipeline.advance_together([runs[n] for n in order]), strict=True):
+            if isinstance(result, StageResult):
+                post(result, inboxes[n])
+                ended[n] = latents(inboxes[n])
+            elif isinstance(result, Exception):
+                ended[n] = result
+            if n in ended:
+                del runs[n]
+    return [ended[n] for n in range(len(requests))]
+
+
+def alone(trio: Trio, request: dict[str, Any]) -> torch.Tensor:
+    inbox = trio.encoded(request)
+    trio.stage(Role.DENOISER, request, inbox)
+    return latents(inbox)
+
+
+def test_each_request_comes_out_as_alone(trio: Trio, sizes: list[int]) -> None:
+    requests = [REQUEST, *OTHERS]
+    for request, joint in zip(requests, together(trio, requests), strict=True):
+        assert isinstance(joint, torch.Tensor)
+        assert torch.allclose(joint, alone(trio, request), atol=1e-4), request
+    assert sizes[0] == 2  # four requests of two shapes
+
+
+@pytest.mark.usefixtures("sizes")
+def test_a_run_that_fails_leaves_the_others_alone(trio: Trio) -> None:
+    first, second, third = together(trio, [REQUEST, OTHERS[0], REQUEST], spoil=1)
+    assert isinstance(second, StageError)
+    assert isinstance(first, torch.Tensor)
+    assert isinstance(third, torch.Tensor)
+    assert torch.allclose(first, alone(trio, REQUEST), atol=1e-4)
+    assert torch.allclose(third, first, atol=1e-4)
+
+
+def test_it_goes_with_no_step_cache() -> None:
+    with pytest.raises(ConfigError, match="batching and step-cache"):
+        ModelConfig(path="tiny", batching=True, step_cache=0.1)
