@@ -212,6 +212,13 @@ class RouterConfig:
     """Seconds without a heartbeat after which an instance is lost and its work returns to the queue."""
     max_attempts: int = 4
     """Attempts of one stage before the request fails."""
+    max_kills: int = 2
+    """Instances that may die of one stage, without a checkpoint between, before the request fails
+    (``--max-instance-deaths``)."""
+    quarantine_after: int = 3
+    """Different requests that an instance fails in a row before others are preferred."""
+    quarantine_seconds: float = 30.0
+    """How long for, at first; twice as long each time until it succeeds."""
 
     @property
     def restore_grace(self) -> float:
@@ -219,7 +226,8 @@ class RouterConfig:
         return 2 * self.lease_timeout
 
     def __post_init__(self) -> None:
-        _positive(self, "heartbeat_interval", "lease_timeout", "max_attempts")
+        _positive(self, "heartbeat_interval", "lease_timeout", "max_attempts", "max_kills")
+        _positive(self, "quarantine_after", "quarantine_seconds")
         if self.lease_timeout < 2 * self.heartbeat_interval:
             raise ConfigError(f"lease_timeout={self.lease_timeout}: must be at least two heartbeat intervals")
 

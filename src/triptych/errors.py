@@ -79,6 +79,12 @@ class StageError(TriptychError):
         self.retryable = retryable
 
 
+class OutOfMemory(StageError):
+    """A stage did not fit an instance's memory; the message names the sizes and what would help."""
+
+    code = "out_of_memory"
+
+
 class TransferError(TriptychError):
     """A handoff failed. ``drained`` says that the destination memory is certain to be written no more."""
 

@@ -26,6 +26,7 @@ SERVE_OPTIONS = {
     "--disagg-timeout": 600.0,
     "--queue-timeout": 600.0,
     "--disagg-dispatch-policy": "round_robin",
+    "--max-instance-deaths": 2,
     "--disagg-p2p-hostname": "127.0.0.1",
     "--disagg-ib-device": None,
     "--disagg-transfer-pool-size": 268435456,

@@ -6,6 +6,7 @@ from typing import Any, TypeVar
 
 from triptych.config import RouterConfig
 from triptych.core.events import (
+    CancelRequest,
     Count,
     FilesStored,
     JobView,
@@ -123,6 +124,9 @@ class Bench:
         self.feed(Submit(request=request, params={}, queue_timeout=queue_timeout, run_timeout=run_timeout))
         return request
 
+    def cancel(self, request: RequestId) -> list[RouterAction]:
+        return self.feed(CancelRequest(request=request))
+
     def wait(self, seconds: float, *, alive: bool = True) -> None:
         """Time passes with its ticks; the instances send heartbeats that list what the router expects if ``alive``."""
         end = self.now + seconds
@@ -176,8 +180,11 @@ class Bench:
         message = Finished(**self._signed(name), lease=lease, files=(FILE,), compute_seconds=1.0, encode_seconds=0.5)
         return self.receive(message)
 
-    def failed(self, name: str, lease: Lease, *lost: str, retryable: bool = True) -> list[RouterAction]:
-        error = ErrorInfo(code="oom", message="out of memory", blame="instance", retryable=retryable)
+    def failed(
+        self, name: str, lease: Lease, *lost: str, retryable: bool = True, code: str = "stage_failed", **info: Any
+    ) -> list[RouterAction]:
+        values: dict[str, Any] = {"message": "it broke", "blame": "instance"}
+        error = ErrorInfo(code=code, retryable=retryable, **(values | info))
         copies = tuple(CopyId(copy) for copy in lost)
         return self.receive(StageFailed(**self._signed(name), lease=lease, error=error, lost_copies=copies))
 

@@ -278,7 +278,7 @@ def test_a_failure_for_good_fails_the_request_with_the_instances_own_error() -> 
     view = bench.view(request)
     assert view.state is JobState.FAILED
     assert view.error is not None
-    assert view.error.message == "out of memory"
+    assert view.error.message == "it broke"
     assert bench.sent("encoder", Ack)
 
 
@@ -315,8 +315,8 @@ def test_attempts_come_to_an_end_with_evidence() -> None:
     assert view.state is JobState.FAILED
     assert view.error is not None
     assert view.error.message == (
-        "the encoder stage failed 3 times: attempt 1 on encoder: out of memory; attempt 2 on encoder: out of memory; "
-        "attempt 3 on encoder: out of memory"
+        "the encoder stage failed 3 times: attempt 1 on encoder: it broke; attempt 2 on encoder: it broke; "
+        "attempt 3 on encoder: it broke"
     )
 
 

@@ -13,6 +13,9 @@ from triptych.server.readiness import Addresses, judge
 class Instance:
     roles: tuple[Role, ...]
     work_url: str
+    instance: str = "i"
+    quarantined: float = 0.0
+    failures: str = ""
 
 
 E, N, D = ROLES
@@ -71,3 +74,12 @@ def test_a_name_that_cannot_be_looked_up_is_asked_for_again() -> None:
     assert not addresses.match("tcp://no-such-host.invalid:1", "tcp://127.0.0.1:1")
     addresses.resolve()
     assert addresses.unresolved == {"no-such-host.invalid"}
+
+
+def test_an_instance_in_quarantine_is_named_and_does_not_make_the_server_unready() -> None:
+    doubtful = Instance(ROLES, "tcp://127.0.0.1:19000", "denoiser-1", 12.0, "r1: broken; r2: broken; r3: broken")
+    verdict = judge([doubtful], {}, Addresses(), {})
+    assert verdict.ready
+    (reason,) = verdict.reasons
+    assert "denoiser-1 is in quarantine for 12 s more" in reason
+    assert "r3: broken" in reason

@@ -85,6 +85,7 @@ def test_lossy_networks_and_crashes_alone_never_fail_a_request() -> None:
             freezes=1,
             encoder_feeds_decoder=seed % 2 == 0,
             pool_bytes=10_000,
+            max_kills=4,
         )
         views = Simulation(seed, plan).run().values()
         assert {view.state for view in views} == {JobState.DONE}
@@ -282,7 +283,13 @@ def test_the_module_runs_as_a_program() -> None:
 # -- checkpoints and preemption ---------------------------------------------------------------------------------------
 
 SAVING = Plan(
-    roles=((E,), (D,), (D,), (V,)), steps=20, checkpoint_interval=0.3, crashes=3, departures=2, preemptions=0.5
+    roles=((E,), (D,), (D,), (V,)),
+    steps=20,
+    checkpoint_interval=0.3,
+    crashes=3,
+    departures=2,
+    preemptions=0.5,
+    max_kills=4,
 )
 
 

@@ -97,6 +97,10 @@ class InstanceView:
     """Whether it was asked to stop and takes no new work."""
     counts: Counts = field(default_factory=Counts)
     """What its models have done since its process began."""
+    quarantined: float = 0.0
+    """Seconds for which it gets nothing while another instance serves its role; 0: it is trusted."""
+    failures: str = ""
+    """What it is in quarantine for."""
 
 
 # -- events -----------------------------------------------------------------------------------------------------------

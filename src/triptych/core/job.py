@@ -8,7 +8,7 @@ from typing import Any
 
 from triptych.core.events import JobState, JobView, StageTiming
 from triptych.core.states import COUNTS_AS_RUNNING, COUNTS_AS_WAITING, transition
-from triptych.ids import ROLES, CopyId, InstanceId, RequestId, Role
+from triptych.ids import ROLES, CopyId, Epoch, InstanceId, RequestId, Role
 from triptych.wire.manifest import Manifest
 from triptych.wire.messages import ErrorInfo, Lease
 
@@ -53,6 +53,8 @@ class Copy:
     missed: int = 0
     failures: int = 0
     """Failed pulls."""
+    failed_at: set[InstanceId] = field(default_factory=set[InstanceId])
+    """Who failed to pull it."""
     step: int = 0
     """Denoising steps in it, when it is a checkpoint."""
     steps: int = 0
@@ -93,6 +95,10 @@ class Fault:
     attempt: int
     instance: InstanceId
     reason: str
+    killed: Epoch | None = None
+    """The life of the instance that ended with it."""
+    saved: int = 0
+    """Denoising steps that were not lost by it."""
 
     def __str__(self) -> str:
         return f"attempt {self.attempt} on {self.instance}: {self.reason}"
@@ -248,11 +254,26 @@ class Job:
         """The earliest stage that is not done; call `settle` before."""
         return next(role for role in ROLES if role not in self.outputs)
 
-    def charge(self, role: Role, instance: InstanceId, reason: str) -> int:
-        """Book a failure of the present attempt; returns how often the stage of ``role`` has failed."""
-        self.faults.append(Fault(role=role, attempt=self.attempt, instance=instance, reason=reason))
+    def charge(self, role: Role, instance: InstanceId, reason: str, killed: Epoch | None) -> list[Fault]:
+        """Book a failure of the present attempt, of which an instance may have died; returns those of this stage."""
+        saved = self._saved(role)
+        fault = Fault(role=role, attempt=self.attempt, instance=instance, reason=reason, killed=killed, saved=saved)
+        self.faults.append(fault)
         self.avoid.add(instance)
-        return sum(fault.role is role for fault in self.faults)
+        return [fault for fault in self.faults if fault.role is role]
+
+    def acquit(self, epoch: Epoch) -> None:
+        """That life of an instance has not ended after all."""
+        self.faults = [fault for fault in self.faults if fault.killed != epoch]
+
+    @property
+    def kills(self) -> list[Fault]:
+        """The failures of the present stage of which instances died since it last got further."""
+        saved = self._saved(self.role)
+        return [f for f in self.faults if f.killed is not None and f.role is self.role and f.saved >= saved]
+
+    def _saved(self, role: Role) -> int:
+        return max((copy.step for copy in self.checkpoints()), default=0) if role is Role.DENOISER else 0
 
     def view(self, now: float, position: int | None, error: ErrorInfo | None = None) -> JobView:
         """A snapshot for whoever watches the request."""

@@ -26,10 +26,12 @@ from triptych.core.events import (
     Submit,
     Update,
 )
+from triptych.core.health import Records
 from triptych.core.job import Copy, Grant, Job
 from triptych.core.members import Member
 from triptych.core.queues import StageQueue
 from triptych.core.states import WAITING
+from triptych.core.verdict import verdict
 from triptych.ids import ROLES, CopyId, Epoch, InstanceId, RequestId, Role
 from triptych.wire.messages import Ack, Cancel, ErrorInfo, Lease, Release, RunStage, ToInstance
 from triptych.wire.schema import RequestSchema
@@ -56,6 +58,7 @@ class Ledger:
         self.member_deadlines: Deadlines[InstanceId] = Deadlines()
         self.last_lost: dict[Role, str] = {}
         """How each role last lost an instance."""
+        self.records = Records()
         self._accepted = 0
         self._joined = 0
 
@@ -143,22 +146,23 @@ class Ledger:
         job.unpark(self.now)
         self.job_deadlines.set(job.request, job.deadline)
 
-    def requeue(self, job: Job, grant: Grant, reason: str, *, charged: bool) -> None:
-        """Go back after a lost or failed attempt; a stage that was charged too often fails the request."""
+    def requeue(self, job: Job, grant: Grant, reason: str, *, charged: bool, killed: Epoch | None = None) -> None:
+        """Go back after a lost or failed attempt; a stage that was charged too often fails the request.
+
+        ``killed``: the life of the instance that may have died of it.
+        """
         job.grant = grant.job = None
-        if charged and self.exhausted(job, grant.lease.role, grant.instance, reason):
+        if charged and self.exhausted(job, grant.lease.role, grant.instance, reason, killed):
             return
         self.count("requeued", f"{grant.lease.role}: {reason}", grant.instance, job.request)
         self.line_up(job)
 
-    def exhausted(self, job: Job, role: Role, instance: InstanceId, reason: str) -> bool:
+    def exhausted(self, job: Job, role: Role, instance: InstanceId, reason: str, killed: Epoch | None = None) -> bool:
         """Charge a stage with a failed attempt; whether that was the last one, which fails the request."""
-        if job.charge(role, instance, reason) < self.config.max_attempts:
-            return False
-        evidence = [str(fault) for fault in job.faults if fault.role is role]
-        message = f"the {role} stage failed {len(evidence)} times: {'; '.join(evidence)}"
-        self.end(job, JobState.FAILED, ErrorInfo(code="attempts_exhausted", message=message, blame="instance"))
-        return True
+        error = verdict(self.config, job, role, job.charge(role, instance, reason, killed))
+        if error is not None:
+            self.end(job, JobState.FAILED, error)
+        return error is not None
 
     def recheck(self, job: Job, lost: Copy, reason: str, *, charged: bool) -> None:
         """Go back if ``lost``, or another copy lost with it, is needed and cannot have been pulled yet.
@@ -323,9 +327,18 @@ class Ledger:
     def join(self, member: Member) -> None:
         """Book a new life of an instance."""
         self.members[member.id] = member
+        member.health = self.records.join(member.id, member.epoch)
         for role in member.hello.roles:
             self.serving[role][member.id] = member
         self.refresh(member)
+
+    def blame(self, member: Member, request: RequestId, reason: str) -> None:
+        """Book a request that failed through the fault of a member, as far as one can see."""
+        config = self.config
+        limit, cooldown = config.quarantine_after, config.quarantine_seconds
+        if member.health.fail(request, reason, self.now, limit=limit, cooldown=cooldown):
+            seconds = member.health.until - self.now
+            self.count("instance_quarantined", f"for {seconds:g} s: {member.health.evidence}", member.id)
 
     def withdraw(self, member: Member, reason: str) -> None:
         """Give a member no more work from now on."""
@@ -367,6 +380,7 @@ class Ledger:
             if not copy.spare:
                 lost[copy.job.request] = copy
         grants = [grant for grant in member.grants.values() if grant.job is not None]
+        fatal = False
         any_started = any(grant.started is not None for grant in grants)
         for grant in grants:
             job = grant.job
@@ -375,7 +389,12 @@ class Ledger:
                 job.grant = grant.job = None
             else:
                 charged = crashed and (grant.started is not None or not any_started)
-                self.requeue(job, grant, f"instance lost: {reason}", charged=charged)
+                if charged:
+                    fatal = True
+                    self.blame(member, job.request, f"instance lost: {reason}")
+                killed = member.epoch if charged and (grant.started is not None or len(grants) == 1) else None
+                self.requeue(job, grant, f"instance lost: {reason}", charged=charged, killed=killed)
+        self.records.leave(member.id, member.epoch, member.health, fatal=fatal)
         for copy in lost.values():
             if self.jobs.get(copy.job.request) is copy.job:
                 self.recheck(copy.job, copy, f"lost with its instance: {reason}", charged=False)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 from triptych.core.events import InstanceView
+from triptych.core.health import Health
 from triptych.core.job import Copy, Grant
 from triptych.ids import ROLES, CopyId, Epoch, InstanceId, Role
 from triptych.wire.messages import Counts, Hello, Lease
@@ -37,6 +38,7 @@ class Member:
     """It was asked to stop: it gets nothing new."""
     spare_bytes: int = 0
     """Bytes of the checkpoints kept here, which yield to everything else."""
+    health: Health = field(default_factory=Health)
     odd_leases: frozenset[Lease] = frozenset()
     odd_copies: frozenset[CopyId] = frozenset()
     """What its last heartbeat listed and the router does not know."""
@@ -64,6 +66,11 @@ class Member:
             return True  # whatever holds the other slots
         staging = sum(lease.role is not Role.DECODER for lease in self.grants)
         return not (kept or staging) or kept + typical * (staging + 1) <= self.hello.pool_bytes
+
+    @property
+    def holds_suspect(self) -> bool:
+        """Whether it has a stage of which another instance died."""
+        return any(grant.job is not None and grant.job.kills for grant in self.grants.values())
 
     def keep(self, copy: Copy) -> None:
         """Book a copy that lies in this instance's pool."""
@@ -101,4 +108,6 @@ class Member:
             counts=self.counts,
             heartbeat_age=max(0.0, now - self.seen),
             draining=self.draining,
+            quarantined=max(0.0, self.health.until - now),
+            failures=self.health.evidence if self.health.quarantined(now) else "",
         )

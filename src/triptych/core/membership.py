@@ -112,6 +112,9 @@ class Membership:
             seen=ledger.now,
         )
         ledger.join(member)
+        for job in ledger.jobs.values():
+            if job.faults:
+                job.acquit(member.epoch)
         ledger.count("instance_joined", f"{', '.join(message.roles)} at {message.work_url}", message.instance)
         return member
 

@@ -10,6 +10,7 @@ from triptych.core.ledger import Ledger
 from triptych.core.members import Member
 from triptych.core.safekeeping import Safekeeping
 from triptych.core.states import FINISHED, RUNNING
+from triptych.errors import OutOfMemory
 from triptych.ids import ROLES, RequestId, Role
 from triptych.wire.messages import (
     Checkpointed,
@@ -56,6 +57,7 @@ class Reports:
             case Fetched():
                 grant.fetched = True
                 grant.pull_seconds, grant.pulled_bytes, grant.plane = message.seconds, message.nbytes, message.plane
+                self._read(grant.job, grant.lease.role)
             case Started():
                 self._start(grant.job, grant)
             case Progress():
@@ -105,6 +107,12 @@ class Reports:
             ledger.release_ids(member, [copy for copy in copies if copy not in member.copies])
         elif isinstance(message, Stopped) and message.checkpoint and message.checkpoint.copy not in member.copies:
             ledger.release_ids(member, (message.checkpoint.copy,))
+
+    def _read(self, job: Job, reader: Role) -> None:
+        """What earlier stages made could be pulled: only that shows that their instances are well."""
+        for copy in job.copies.values():
+            if copy.consumer is reader and not copy.spare:
+                self._ledger.members[copy.instance].health.succeed()
 
     # -- on the way ---------------------------------------------------------------------------------------------
 
@@ -177,6 +185,7 @@ class Reports:
         self._start(job, grant)
         self._time(job, grant, message.compute_seconds, message.encode_seconds)
         grant.storing = job.storing = True
+        ledger.members[grant.instance].health.succeed()
         ledger.release(list(job.copies.values()))
         ledger.out.append(StoreFiles(lease=grant.lease, files=message.files))
 
@@ -197,10 +206,12 @@ class Reports:
         if grant.resume is not None and grant.resume.manifest.copy in job.copies:
             # Whatever it failed of, the next attempt must not fail of the same checkpoint.
             ledger.release([grant.resume])
+        if not message.lost_copies and message.error.blame == "instance" and message.error.code != OutOfMemory.code:
+            ledger.blame(member, job.request, message.error.message)
         if grant.resume is not None and grant.resume.manifest.copy in message.lost_copies:
             ledger.requeue(job, grant, f"pull failed: {message.error.message}", charged=False)
         elif message.lost_copies:
-            self._unpulled(job, grant, message)
+            self._unpulled(job, grant, member, message)
         elif message.error.retryable:
             ledger.requeue(job, grant, message.error.message, charged=True)
         else:
@@ -218,23 +229,37 @@ class Reports:
         reason = f"suspended after step {message.step}" if asked else "stopped without being asked"
         ledger.requeue(job, grant, reason, charged=not asked)
 
-    def _unpulled(self, job: Job, grant: Grant, message: StageFailed) -> None:
+    def _unpulled(self, job: Job, grant: Grant, member: Member, message: StageFailed) -> None:
         """An input could not be pulled: try once more elsewhere, then make it anew."""
         ledger = self._ledger
-        hopeless = []
+        hopeless: list[Copy] = []
         alive = False
         for copy_id in dict.fromkeys(message.lost_copies):
             if (copy := job.copies.get(copy_id)) is not None:
                 alive = True
                 copy.failures += 1
+                copy.failed_at.add(member.id)
                 if copy.failures >= _PULLS:
                     hopeless.append(copy)
+        if alive:
+            job.avoid.add(member.id)
+            self._blame_pull(job, member, hopeless, message.error.message)
         for copy in hopeless:
             ledger.count("copy_lost", f"{copy.manifest.copy}: cannot be pulled", copy.instance, job.request)
         ledger.release(hopeless)
-        if alive:
-            job.avoid.add(grant.instance)
         ledger.requeue(job, grant, f"pull failed: {message.error.message}", charged=bool(hopeless))
+
+    def _blame_pull(self, job: Job, receiver: Member, hopeless: list[Copy], reason: str) -> None:
+        """The receiver is blamed, until another one has failed of the same copy: then it is the sender."""
+        members = self._ledger.members
+        senders = {copy.instance for copy in hopeless if len(copy.failed_at) > 1}
+        for sender in senders:
+            self._ledger.blame(members[sender], job.request, f"cannot be pulled from: {reason}")
+        if not senders:
+            self._ledger.blame(receiver, job.request, f"pull failed: {reason}")
+            return
+        for victim in {id for copy in hopeless for id in copy.failed_at} & members.keys():
+            members[victim].health.pardon(job.request)
 
     def _note(self, job: Job, grant: Grant, message: Staged) -> None:
         waited, ran = job.clocks(self._ledger.now)

@@ -180,15 +180,22 @@ class Router:
     def _choose(self, job: Job, role: Role) -> Member | None:
         """The instance for a stage; None when only instances that failed it have room while another one lives.
 
-        An instance that fails at once is always free: without this rule it would draw and fail every request.
+        An instance that fails at once is always free: without this rule it would draw and fail every request. For the
+        same reason one in quarantine gets nothing unless there is no other.
         """
         ledger = self._ledger
-        candidates = list(ledger.open[role].values())
+        serving = ledger.serving[role]
+        trusted = {id for id, member in serving.items() if not member.health.quarantined(ledger.now)} or serving.keys()
+        candidates = [member for member in ledger.open[role].values() if member.id in trusted]
         if job.avoid:
             unblamed = [member for member in candidates if member.id not in job.avoid]
-            if not unblamed and not ledger.serving[role].keys() <= job.avoid:
+            if not unblamed and not trusted <= job.avoid:
                 return None
             candidates = unblamed or candidates
+        if job.faults and job.kills:  # two of these side by side, and nobody could say which one an instance died of
+            candidates = [member for member in candidates if not member.holds_suspect]
+        if not candidates:
+            return None
         if role is Role.DENOISER and len(candidates) > 1:
             candidates = [m for m in candidates if job.checkpoint(m.hello.fingerprint)] or candidates
         return self._policy(candidates, self._last[role])

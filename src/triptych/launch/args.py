@@ -50,6 +50,7 @@ class ServerArgs:
     disagg_timeout: float = 600.0
     queue_timeout: float = 600.0
     disagg_dispatch_policy: DispatchPolicy = "round_robin"
+    max_instance_deaths: int = 2
     disagg_p2p_hostname: str = "127.0.0.1"
     disagg_ib_device: str | None = None
     disagg_transfer_pool_size: int = 256 * MIB
@@ -156,7 +157,7 @@ class ServerArgs:
             retained_bytes=self.retain_bytes,
             key_dir=self._key_dir,
             insecure=self.insecure,
-            router=RouterConfig(dispatch_policy=self.disagg_dispatch_policy),
+            router=RouterConfig(dispatch_policy=self.disagg_dispatch_policy, max_kills=self.max_instance_deaths),
         )
 
     def instance_config(self, *, default_device: DeviceType) -> InstanceConfig:

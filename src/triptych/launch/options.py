@@ -294,6 +294,14 @@ OPTIONS: tuple[Option, ...] = (
         "POLICY",
         "round_robin or max_free_slots",
     ),
+    _option(
+        "max_instance_deaths",
+        read_integer,
+        2,
+        DOOR,
+        "N",
+        "instances that may die of one request, without a checkpoint between, before it fails",
+    ),
     _option("disagg_p2p_hostname", read_text, "127.0.0.1", INSTANCE, "HOST", "address that peers reach this one under"),
     _option("disagg_ib_device", read_text, None, INSTANCE, "DEVICE", "RDMA device for Mooncake, e.g. mlx5_0"),
     _option(

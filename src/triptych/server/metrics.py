@@ -51,6 +51,8 @@ class Gauges:
     """Every instance that this server has known lately, and whether it is alive."""
     counts: Mapping[InstanceId, Counts]
     """What the models of each live instance have done; begins anew with its process."""
+    quarantined: Mapping[InstanceId, bool]
+    """Every live instance, and whether others are preferred because it failed several requests in a row."""
 
 
 class _Durations:
@@ -124,6 +126,9 @@ class _Scrape(Collector):
         yield _gauge("instance_up", "1 while an instance's heartbeats arrive.", "instance", gauges.up)
         for field, text in _COUNTS.items():
             yield _counter(field, text, "instance", {i: getattr(counts, field) for i, counts in gauges.counts.items()})
+        yield _gauge(
+            "instance_quarantined", "1 while others are preferred to an instance.", "instance", gauges.quarantined
+        )
         yield _counter("requests_ended", "Requests by final state.", "state", metrics.ended)
         yield _counter("events", "What the router found worth counting.", "name", metrics.events)
         yield _counter("dropped_frames", "Messages that could not be read or sent.", "socket", metrics.dropped)

@@ -19,7 +19,8 @@ _HERE = "127.0.0.1"
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Readiness:
-    """The verdict; ``reasons`` name each role and address that is missing and are empty when ready."""
+    """The verdict; ``reasons`` name each role and address that is missing, and each instance that is in quarantine,
+    which alone does not make the server unready."""
 
     ready: bool
     reasons: tuple[str, ...]
@@ -36,6 +37,21 @@ class LiveInstance(Protocol):
     @property
     def work_url(self) -> str:
         """Its work port as it announced it."""
+        ...
+
+    @property
+    def instance(self) -> str:
+        """Its name."""
+        ...
+
+    @property
+    def quarantined(self) -> float:
+        """Seconds for which others are preferred."""
+        ...
+
+    @property
+    def failures(self) -> str:
+        """What it is in quarantine for."""
         ...
 
 
@@ -111,4 +127,9 @@ def judge(
             elif not any(role in i.roles for i in there):
                 serves = ", ".join(role for i in there for role in i.roles)
                 reasons.append(f"{role} instance {url} (--{role}-urls) serves {serves}, not {role}")
-    return Readiness(ready=not reasons, reasons=tuple(reasons))
+    doubts = [
+        f"instance {i.instance} is in quarantine for {i.quarantined:.0f} s more, others are preferred: {i.failures}"
+        for i in live
+        if i.quarantined
+    ]
+    return Readiness(ready=not reasons, reasons=(*reasons, *doubts))

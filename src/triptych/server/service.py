@@ -372,4 +372,5 @@ class DiffusionService:
             slots_free={r: sum(i.free_slots for i in instances if r in i.roles) for r in ROLES},
             up={instance: instance in live for instance in (*self._known, *live)},
             counts={instance.instance: instance.counts for instance in instances},
+            quarantined={i.instance: i.quarantined > 0 for i in instances},
         )

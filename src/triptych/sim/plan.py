@@ -20,6 +20,8 @@ class Plan:
     copy_bytes: int = 100
     """Size of each staged copy; pools drop the oldest when they are full."""
     policy: DispatchPolicy = "round_robin"
+    max_kills: int = 2
+    """Deaths of instances that a stage survives; where they die by chance, two are no proof against a request."""
     encoder_feeds_decoder: bool = False
     """The decoder also reads what the encoder made."""
 

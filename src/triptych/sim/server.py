@@ -68,7 +68,7 @@ class SimServer:
         self.clock.reset()
         self.epoch = Epoch(f"server/{self._lives}")
         self._world.note(SERVER, f"start {self.epoch}")
-        config = RouterConfig(dispatch_policy=self._world.plan.policy)
+        config = RouterConfig(dispatch_policy=self._world.plan.policy, max_kills=self._world.plan.max_kills)
         self.router = Router(config, self.epoch, {role: f"tcp://server/{role}" for role in ROLES})
         self._timer = float("inf")
         self._states = {}

@@ -1,0 +1,232 @@
+"""Instances that fail requests in a row, and requests that instances die of."""
+
+from __future__ import annotations
+
+import pytest
+
+from triptych.core.events import InstanceExited, JobState
+from triptych.ids import InstanceId, RequestId, Role
+from triptych.wire.messages import Checkpointed, Goodbye, Kept, Lease, RunStage
+
+from .harness import Bench, manifest
+
+E, D = Role.ENCODER, Role.DENOISER
+
+
+def lease(request: str, role: Role, attempt: int = 1) -> Lease:
+    return Lease(RequestId(request), role, attempt)
+
+
+def quarantined(bench: Bench, name: str) -> float:
+    """Seconds for which an instance is in quarantine."""
+    (view,) = [view for view in bench.router.instances() if view.instance == name]
+    return view.quarantined
+
+
+def runs(bench: Bench) -> dict[str, Lease]:
+    """What each instance holds."""
+    return {view.instance: held for view in bench.router.instances() for held in view.leases}
+
+
+def fail_on(bench: Bench, name: str, *requests: str) -> None:
+    """Submit each request and let ``name`` fail it for good, and every other instance do it."""
+    for request in requests:
+        bench.submit(request)
+        for holder, held in runs(bench).items():
+            bench.started(holder, held)
+            if holder == name:
+                bench.failed(holder, held, retryable=False)
+            else:
+                bench.staged(holder, held)
+
+
+# -- instances ------------------------------------------------------------------------------------------------------
+
+
+def test_an_instance_that_fails_three_requests_in_a_row_gets_nothing_while_another_one_lives() -> None:
+    bench = Bench(quarantine_seconds=30.0)
+    bench.join("encoder-0")
+    fail_on(bench, "encoder-0", "a", "b")
+    assert quarantined(bench, "encoder-0") == 0
+    fail_on(bench, "encoder-0", "c")
+    assert bench.counted("instance_quarantined") == 1
+    assert quarantined(bench, "encoder-0") == 30.0
+    bench.join("encoder-1")
+    for name in ("d", "e", "f"):
+        bench.submit(name)
+    assert runs(bench) == {"encoder-1": lease("d", E)}
+
+
+def test_the_last_instance_of_a_role_goes_on_being_used_in_quarantine() -> None:
+    bench = Bench()
+    bench.join("encoder")
+    fail_on(bench, "encoder", "a", "b", "c")
+    assert quarantined(bench, "encoder") > 0
+    bench.submit("d")
+    assert runs(bench) == {"encoder": lease("d", E)}
+
+
+def test_one_request_that_fails_again_and_again_is_no_proof_against_an_instance() -> None:
+    bench = Bench(max_attempts=6)
+    bench.join("encoder")
+    request = bench.submit("r")
+    for attempt in range(1, 6):
+        bench.started("encoder", lease(request, E, attempt))
+        bench.failed("encoder", lease(request, E, attempt))
+    assert quarantined(bench, "encoder") == 0
+
+
+def test_a_success_between_clears_the_record() -> None:
+    bench = Bench()
+    bench.join("encoder")
+    fail_on(bench, "encoder", "a", "b")
+    bench.submit("good")
+    bench.encode(RequestId("good"))
+    bench.join("denoiser")
+    bench.fetched("denoiser", lease("good", D))
+    fail_on(bench, "encoder", "c", "d")
+    assert quarantined(bench, "encoder") == 0
+
+
+def test_when_its_time_is_over_it_is_tried_again_and_one_failure_is_too_many_for_twice_as_long() -> None:
+    bench = Bench(quarantine_seconds=30.0)
+    bench.join("encoder-0")
+    fail_on(bench, "encoder-0", "a", "b", "c")
+    bench.join("encoder-1")
+    bench.wait(31.0)
+    assert quarantined(bench, "encoder-0") == 0
+    bench.submit("d")
+    bench.submit("e")
+    assert set(runs(bench)) == {"encoder-0", "encoder-1"}
+    held = runs(bench)["encoder-0"]
+    bench.started("encoder-0", held)
+    bench.failed("encoder-0", held, retryable=False)
+    assert quarantined(bench, "encoder-0") == 60.0
+
+
+def test_a_failure_that_is_the_callers_is_not_held_against_anybody() -> None:
+    bench = Bench()
+    bench.join("encoder")
+    for name in ("a", "b", "c"):
+        request = bench.submit(name)
+        bench.started("encoder", lease(request, E))
+        bench.failed("encoder", lease(request, E), retryable=False, blame="caller")
+        request = bench.submit(f"{name}-large")
+        bench.started("encoder", lease(request, E))
+        bench.failed("encoder", lease(request, E), retryable=False, code="out_of_memory")
+    assert quarantined(bench, "encoder") == 0
+
+
+def test_a_restart_begins_with_a_clean_record_unless_the_process_died_of_a_request() -> None:
+    bench = Bench()
+    bench.join("encoder")
+    fail_on(bench, "encoder", "a", "b", "c")
+    bench.join("encoder", life=2)
+    assert quarantined(bench, "encoder") == 0
+    for life, name in enumerate(("d", "e", "f"), 2):
+        request = bench.submit(name)
+        bench.started("encoder", lease(request, E))
+        bench.feed(InstanceExited(instance=InstanceId("encoder")))
+        bench.cancel(request)
+        bench.join("encoder", life=life + 1)
+    assert quarantined(bench, "encoder") > 0
+
+
+def test_a_sender_that_nobody_can_pull_from_is_blamed_and_its_receivers_are_not() -> None:
+    bench = Bench(max_attempts=9)
+    bench.join("encoder")
+    bench.join("denoiser-0")
+    bench.join("denoiser-1")
+    for name in ("a", "b", "c"):
+        request = bench.submit(name)
+        held = runs(bench)["encoder"]
+        bench.started("encoder", held)
+        bench.staged("encoder", held)
+        for attempt in (1, 2):
+            (holder,) = [holder for holder, held in runs(bench).items() if held.role is D]
+            bench.failed(holder, lease(request, D, attempt), f"{name}/encoder.1")
+        bench.cancel(request)
+        bench.stopped("encoder", lease(request, E, 3))
+    assert quarantined(bench, "encoder") > 0
+    assert quarantined(bench, "denoiser-0") == quarantined(bench, "denoiser-1") == 0
+
+
+# -- requests -------------------------------------------------------------------------------------------------------
+
+
+def test_a_request_that_two_instances_died_of_is_not_tried_a_third_time() -> None:
+    bench = Bench()
+    for number in range(3):
+        bench.join(f"encoder-{number}")
+    request = bench.submit("poison")
+    for attempt in (1, 2):
+        (holder,) = runs(bench)
+        bench.started(holder, lease(request, E, attempt))
+        bench.feed(InstanceExited(instance=InstanceId(holder)))
+    view = bench.view(request)
+    assert view.state is JobState.FAILED
+    assert view.error is not None
+    assert view.error.code == "poison"
+    assert view.error.message.startswith("2 instances died of the encoder stage")
+    assert "attempt 1 on encoder-0: instance lost: process exited" in view.error.message
+    assert "attempt 2 on encoder-1: instance lost: process exited" in view.error.message
+    assert len(bench.router.instances()) == 1
+
+
+def test_a_request_that_gets_further_each_time_is_not_what_its_instances_die_of() -> None:
+    bench = Bench()
+    bench.join("encoder")
+    bench.join("decoder")  # keeps the checkpoints
+    request = bench.submit("r")
+    bench.encode(request)
+    for attempt, step in ((1, 3), (2, 6), (3, 9)):
+        name = f"denoiser-{attempt}"
+        bench.join(name)
+        bench.started(name, lease(request, D, attempt))
+        saved = manifest(f"at-{step}", request, name)
+        bench.receive(
+            Checkpointed(**bench._signed(name), lease=lease(request, D, attempt), manifest=saved, step=step, steps=10)
+        )
+        kept = manifest(f"kept-{step}", request, "decoder")
+        bench.receive(Kept(**bench._signed("decoder"), copy=saved.copy, manifest=kept))
+        bench.feed(InstanceExited(instance=InstanceId(name)))
+    assert bench.view(request).state is JobState.DENOISING_WAITING
+    bench.join("denoiser-4")
+    bench.started("denoiser-4", lease(request, D, 4))
+    bench.feed(InstanceExited(instance=InstanceId("denoiser-4")))
+    assert bench.view(request).state is JobState.FAILED
+
+
+@pytest.mark.parametrize("returns", [True, False])
+def test_an_instance_that_was_only_silent_was_not_killed(returns: bool) -> None:
+    bench = Bench()
+    request = bench.submit("r")
+    for number in range(2):
+        name = f"encoder-{number}"
+        bench.join(name)
+        bench.started(name, runs(bench)[name])
+        bench.wait(3.0, alive=False)
+        if returns and number == 0:
+            bench.join(name)
+            bench.receive(Goodbye(**bench._signed(name), reason="enough"))
+    assert bench.view(request).state is (JobState.ENCODER_WAITING if returns else JobState.FAILED)
+
+
+def test_two_requests_that_an_instance_died_of_never_share_the_next_one() -> None:
+    bench = Bench()
+    bench.join("encoder-0", slots=2)
+    poison, bystander = bench.submit("poison"), bench.submit("bystander")
+    for request in (poison, bystander):
+        bench.started("encoder-0", lease(request, E))
+    bench.feed(InstanceExited(instance=InstanceId("encoder-0")))
+    bench.join("encoder-1", slots=2)
+    assert runs(bench) == {"encoder-1": lease(poison, E, 2)}
+    bench.submit("stranger")
+    assert [message.lease.request for message in bench.sent("encoder-1", RunStage)] == ["stranger"]
+    bench.started("encoder-1", lease(poison, E, 2))
+    bench.feed(InstanceExited(instance=InstanceId("encoder-1")))
+    assert bench.view(poison).state is JobState.FAILED
+    bench.join("encoder-2", slots=2)
+    bench.started("encoder-2", lease(bystander, E, 2))
+    bench.staged("encoder-2", lease(bystander, E, 2))
+    assert bench.view(bystander).state is JobState.DENOISING_WAITING
