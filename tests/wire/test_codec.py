@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from triptych.errors import WireError
 from triptych.ids import Epoch, InstanceId
 from triptych.wire.codec import decode_from_instance, decode_to_instance, encode_batch
-from triptych.wire.messages import FromInstance, Goodbye, ToInstance, Unknown
+from triptych.wire.messages import ID_LENGTH, FromInstance, Goodbye, ToInstance, Unknown
 
 quick = settings(max_examples=25, deadline=None, suppress_health_check=list(HealthCheck))
 
@@ -116,3 +116,12 @@ def test_the_two_directions_do_not_mix() -> None:
 def test_a_message_without_its_batch_is_refused() -> None:
     with pytest.raises(WireError):
         decode_from_instance(msgspec.msgpack.encode(GOODBYE))
+
+
+@pytest.mark.parametrize("field", ["instance", "epoch", "server_epoch"])
+def test_an_id_longer_than_any_of_ours_is_no_message(field: str) -> None:
+    """Answers repeat ids, and wait in memory for peers that do not read them."""
+    ids = {"instance": InstanceId("i"), "epoch": Epoch("e"), "server_epoch": Epoch("s")}
+    assert decode_from_instance(encode_batch([Goodbye(**ids | {field: "x" * ID_LENGTH}, reason="")]))
+    with pytest.raises(WireError, match=f"length <= {ID_LENGTH}"):
+        decode_from_instance(encode_batch([Goodbye(**ids | {field: "x" * (ID_LENGTH + 1)}, reason="")]))

@@ -178,11 +178,11 @@ def _doctor(parser: argparse.ArgumentParser) -> None:
     )
 
 
-_BENCHES = "the router without models, the handoffs, one forward and decode against stock Diffusers, serving over HTTP"
+_BENCHES = "the router alone, handoffs, a forward and a decode against stock Diffusers, HTTP serving, a pool under load"
 
 
 def _bench(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("what", choices=("control", "transfer", "stages", "serve"), help=_BENCHES)
+    parser.add_argument("what", choices=("control", "transfer", "stages", "serve", "soak"), help=_BENCHES)
     parser.add_argument("arguments", nargs=argparse.REMAINDER, metavar="...", help="arguments of that benchmark")
 
 

@@ -26,6 +26,10 @@ _MISSES = 2
 """Successive heartbeats that must agree before the server believes that something was lost on the way."""
 
 
+_REASON = 300
+"""Characters of the longest refusal: it repeats what the peer said."""
+
+
 class _Lives:
     """Lives of instances that something is known about; the latest few of the latest instances."""
 
@@ -70,7 +74,7 @@ class Membership:
             ledger.lose(member, "restarted", crashed=True)
             member = None
         if member is None:
-            if reason := self._objection(message):
+            if reason := self._objection(message)[:_REASON]:
                 refused = Refused(server_epoch=ledger.server_epoch, epoch=message.epoch, reason=reason)
                 ledger.out.append(SendMember(instance=message.instance, message=refused))
                 ledger.count("instance_refused", reason, message.instance)
@@ -85,14 +89,14 @@ class Membership:
             if lease not in member.grants:
                 ledger.cancel(member, lease)
 
-    def _objection(self, message: Hello) -> str | None:
+    def _objection(self, message: Hello) -> str:
         ledger, schema = self._ledger, self._ledger.schema
         if message.protocol != PROTOCOL_VERSION:
             return f"protocol={message.protocol}: this server speaks version {PROTOCOL_VERSION}"
         if not message.roles or message.slots < 1:
             return f"roles={list(message.roles)}, slots={message.slots}: at least one of each is needed"
         if schema is None or schema == message.schema or not (ledger.members or ledger.jobs):
-            return None
+            return ""
         if schema.model != message.schema.model:
             return f"model={message.schema.model!r}: the others serve {schema.model!r}"
         return f"model={message.schema.model!r}: the others serve {schema.model!r} with other request parameters"

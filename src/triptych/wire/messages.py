@@ -6,7 +6,7 @@ idempotent by lease. A message from another epoch than the receiver knows is sta
 
 from __future__ import annotations
 
-from typing import Any, Literal, TypeAlias
+from typing import Annotated, Any, Literal, TypeAlias
 
 import msgspec
 from msgspec.structs import replace as replace
@@ -17,6 +17,11 @@ from triptych.wire.schema import RequestSchema
 
 PROTOCOL_VERSION = 1
 
+ID_LENGTH = 256
+"""Characters of the longest id. Ids of strangers are echoed in answers, which wait for whoever does not read them."""
+
+_ID = msgspec.Meta(max_length=ID_LENGTH)
+
 
 class Record(msgspec.Struct, frozen=True, kw_only=True):
     """Base of immutable records that never leave the process; ten times cheaper to make than a frozen dataclass."""
@@ -25,7 +30,7 @@ class Record(msgspec.Struct, frozen=True, kw_only=True):
 class Lease(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
     """The right of one instance to run one attempt of one stage. Hashable: it is the key of all bookkeeping."""
 
-    request: RequestId
+    request: Annotated[RequestId, _ID]
     role: Role
     attempt: int
 
@@ -40,17 +45,17 @@ class ErrorInfo(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
 
 
 class _FromInstance(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, tag_field="type"):
-    instance: InstanceId
-    epoch: Epoch
+    instance: Annotated[InstanceId, _ID]
+    epoch: Annotated[Epoch, _ID]
     """The sender's own life."""
-    server_epoch: Epoch | None
+    server_epoch: Annotated[Epoch, _ID] | None
     """The server life that the sender was last welcomed by; None before the first welcome."""
 
 
 class _ToInstance(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, tag_field="type"):
-    server_epoch: Epoch
+    server_epoch: Annotated[Epoch, _ID]
     """The sender's own life."""
-    epoch: Epoch
+    epoch: Annotated[Epoch, _ID]
     """The instance life that this is meant for."""
 
 

@@ -17,6 +17,7 @@ from triptych.errors import ConfigError
 from triptych.ids import ROLES, Epoch, InstanceId, RequestId, Role
 from triptych.transport.control.instance import InstanceControl
 from triptych.transport.control.server import Inbound, ServerControl
+from triptych.transport.control.sockets import ANSWER_HWM
 from triptych.wire.codec import encode_batch
 from triptych.wire.messages import Ack, FromInstance, Heartbeat, Lease, Progress, Started, ToInstance, Unknown
 
@@ -266,6 +267,34 @@ def test_an_answer_to_a_member_that_is_unknown_or_gone_is_a_counted_drop(server:
     assert control.dropped["send_member"] >= 2
 
 
+def test_connections_under_one_routing_id_displace_each_other(server: Server) -> None:
+    """Symptom: libzmq kept a second one unread for ever, and memory grew with each connection of a stranger."""
+    control, port = server
+    with zmq.Context() as context, context.socket(zmq.DEALER) as first, context.socket(zmq.DEALER) as second:
+        for number, sock in enumerate((first, second)):
+            sock.routing_id = b"twin"
+            sock.linger = 0
+            sock.connect(f"tcp://{HOST}:{port}")
+            sock.send(encode_batch([heartbeat(number)]))
+            (arrived,) = receive(control, 1)
+            assert arrived.message == heartbeat(number)
+        control.send_member(InstanceId("i"), UNKNOWN)
+        control.flush()
+        assert second.poll(WAIT * 1000)
+
+
+def test_a_member_that_asks_without_end_gets_so_many_answers_at_once(server: Server, join: Join) -> None:
+    control, port = server
+    instance, _ = join(port)
+    instance.say(heartbeat())
+    instance.flush()
+    receive(control, 1)
+    for _ in range(500):
+        control.send_member(InstanceId("i"), UNKNOWN)
+    control.flush()
+    assert control.dropped == {"send_member": 500 - ANSWER_HWM}
+
+
 def test_work_for_a_dead_peer_is_bounded_and_never_blocks(server: Server, free_port: Callable[[], int]) -> None:
     control, _ = server
     url = f"tcp://{HOST}:{free_port()}"
@@ -324,6 +353,8 @@ async def test_the_event_loop_hears_of_every_message(server: Server, join: Join)
             instance.report(Role.ENCODER, progress(number))
             instance.flush()
             instance.poll(0)
+            while len(heard) < 2 * number - 50 and not done.is_set():  # never more than the queues hold
+                instance.poll(0.001)
 
     talking = asyncio.get_running_loop().run_in_executor(None, talk)
     await asyncio.wait_for(done.wait(), WAIT)

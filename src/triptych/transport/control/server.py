@@ -15,7 +15,8 @@ from triptych.transport.control.guard import Guard
 from triptych.transport.control.keys import Keys
 from triptych.transport.control.line import Line
 from triptych.transport.control.sockets import (
-    MEMBER_HWM,
+    ANSWER_HWM,
+    FRONTEND_HWM,
     MEMBER_MAX_BYTES,
     RESULT_HWM,
     RESULT_MAX_BYTES,
@@ -77,6 +78,9 @@ class ServerControl:
             raise
         # Without it a message to a member that has gone vanishes; with it the drop is counted.
         self._frontend.setsockopt(zmq.ROUTER_MANDATORY, 1)
+        # A second connection under one routing id takes the place of the first. Otherwise libzmq keeps it unread, with
+        # all that it sends, and for ever once it is gone.
+        self._frontend.setsockopt(zmq.ROUTER_HANDOVER, 1)
 
     def _bind(
         self, where: str, kind: int, host: str, scheduler_port: int, offset: int, purpose: str
@@ -86,8 +90,10 @@ class ServerControl:
             self._context,
             kind,
             max_bytes=MEMBER_MAX_BYTES if frontend else RESULT_MAX_BYTES,
-            hwm=MEMBER_HWM if frontend else RESULT_HWM,
+            hwm=FRONTEND_HWM if frontend else RESULT_HWM,
         )
+        if frontend:
+            sock.setsockopt(zmq.SNDHWM, ANSWER_HWM)
         self._receivers[where] = sock
         self._guard.protect_bound(sock)
         flag = f"--scheduler-port {scheduler_port}" + (f" + {offset}" if offset else "")
@@ -149,7 +155,11 @@ class ServerControl:
         if instance not in self._members:
             self._drops.add("send_member", f"{instance} has not been heard of")
             return
-        self._member_outboxes.setdefault(instance, Outbox()).put(message)
+        outbox = self._member_outboxes.setdefault(instance, Outbox())
+        if len(outbox) < ANSWER_HWM:
+            outbox.put(message)
+        else:
+            self._drops.add("send_member", f"{instance} asks too much at once")
 
     def send_work(self, work_url: str, message: ToInstance, blobs: Blobs = ()) -> None:
         """Queue work for the instance that binds ``work_url``; connects at first use."""

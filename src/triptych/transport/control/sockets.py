@@ -25,7 +25,12 @@ WORK_MAX_BYTES = 256 * MIB
 BATCH_MESSAGES = 512
 """Most messages in one batch frame."""
 MEMBER_HWM = 256
-"""ZMQ messages that wait for one member before further ones are dropped."""
+"""ZMQ messages of an instance to the frontend that wait to leave before further ones are dropped."""
+FRONTEND_HWM = 64
+"""ZMQ messages of one peer that wait at the frontend to be read before the peer has to wait."""
+ANSWER_HWM = 16
+"""ZMQ messages that wait for one member before further ones are dropped, and answers in each of them: who does not read
+them, as strangers do not, costs little memory, and members ask again."""
 RESULT_HWM = 1024
 WORK_HWM = 1024
 
@@ -117,6 +122,9 @@ class Outbox:
 
     def __init__(self) -> None:
         self._runs: list[tuple[list[FromInstance] | list[ToInstance], Blobs]] = []
+
+    def __len__(self) -> int:
+        return sum(len(messages) for messages, _ in self._runs)
 
     def put(self, message: FromInstance | ToInstance, blobs: Blobs = ()) -> None:
         """Queue a message behind those that are queued already."""
