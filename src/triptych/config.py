@@ -102,6 +102,8 @@ class ModelConfig:
     """auto, or a backend by name (`triptych.accel.attention`)."""
     quant: Quantisation = "none"
     """Linear layers of the denoiser in FP8 or INT8; lossy."""
+    defaults: dict[str, bool | int | float | str] = field(default_factory=dict[str, "bool | int | float | str"])
+    """Request parameter to its value where a request does not say it, in place of the model's own (``--default``)."""
     prompt_cache_bytes: int = 256 * MIB
     """Memory for embeddings of prompts that were seen before (``--prompt-cache``); 0: none are kept."""
     batching: bool = False

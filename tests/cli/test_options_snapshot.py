@@ -32,6 +32,7 @@ SERVE_OPTIONS = {
     "--disagg-transfer-pool-size": 268435456,
     "--disagg-transfer": "auto",
     "--component": None,
+    "--default": None,
     "--profile": "stock",
     "--attention-backend": "auto",
     "--quant": "none",
@@ -64,6 +65,7 @@ SERVE_OPTIONS = {
 COMMAND_ARGUMENTS: dict[str, dict[str, Any]] = {
     "up": {
         "model": None,
+        "--config": None,
         "--encoder-gpus": None,
         "--denoiser-gpus": None,
         "--decoder-gpus": None,
@@ -112,26 +114,33 @@ def commands() -> dict[str, argparse.ArgumentParser]:
     return dict(sub.choices)
 
 
+def _long_name(action: argparse.Action) -> str:
+    """A switch can also be taken back, which is no name of its own."""
+    return next((name for name in action.option_strings if name.startswith("--")), action.dest)
+
+
 def arguments(parser: argparse.ArgumentParser) -> dict[str, Any]:
-    found = {(action.option_strings or [action.dest])[-1]: action.default for action in parser._actions}
+    found = {_long_name(action): action.default for action in parser._actions}
     found.pop("--help")
     return found
 
 
 def test_serve_has_these_flags_with_these_defaults() -> None:
     assert {option.flag: option.default for option in OPTIONS} == SERVE_OPTIONS
-    assert set(arguments(commands()["serve"])) == {"model", *SERVE_OPTIONS}
+    assert set(arguments(commands()["serve"])) == {"model", "--config", *SERVE_OPTIONS}
+    assert set(arguments(commands()["config"])) == {"what", "model", "--config", *SERVE_OPTIONS}
 
 
 def test_python_keywords_have_the_defaults_of_the_flags() -> None:
     args = ServerArgs.from_kwargs()
     for option in OPTIONS:
-        expected = {} if option.name == "component" else option.default
+        expected = {} if option.name in ("component", "default") else option.default
         assert getattr(args, option.name) == expected, option.name
 
 
 def test_the_other_commands_have_these_arguments() -> None:
     found = {name: arguments(parser) for name, parser in commands().items()}
     found.pop("serve")
+    found.pop("config")
     shared = {flag: argparse.SUPPRESS for flag in SERVE_OPTIONS if flag not in NOT_IN_UP}
     assert found == COMMAND_ARGUMENTS | {"up": COMMAND_ARGUMENTS["up"] | shared}

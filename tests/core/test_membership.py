@@ -1,8 +1,11 @@
 from __future__ import annotations
 
+from msgspec.structs import replace
+
 from triptych.core.events import CancelRequest, Count, Disconnect, InstanceExited, JobState, SendMember, SendWork, Tick
 from triptych.ids import ROLES, CopyId, Epoch, InstanceId, RequestId, Role
 from triptych.wire.messages import Cancel, Goodbye, Heartbeat, Lease, Refused, Release, RunStage, Unknown, Welcome
+from triptych.wire.schema import Param, RequestSchema
 
 from .harness import SCHEMA, SERVER, URLS, Bench, hello, manifest
 
@@ -48,7 +51,24 @@ def test_another_model_is_refused_with_both_names() -> None:
     bench.receive(goodbye("encoder"))
     bench.join("denoiser", schema=other)
     assert bench.sent("denoiser", Welcome), "nobody serves the first model any more"
+    assert bench.router.schema is None
+    bench.join("encoder", life=2, schema=other)
     assert bench.router.schema == other
+
+
+def test_the_encoder_s_defaults_are_those_that_apply() -> None:
+    def steps(default: int | None) -> RequestSchema:
+        return replace(SCHEMA, params=(Param(name="num_inference_steps", type="integer", default=default),))
+
+    bench = Bench()
+    bench.join("decoder", schema=steps(50))
+    assert bench.router.schema is None, "nobody knows the defaults yet"
+    bench.join("encoder", schema=steps(20))
+    bench.join("denoiser", schema=steps(None))
+    assert bench.router.schema == steps(20)
+    bench.join("encoder-1", schema=steps(21))
+    (refused,) = bench.sent("encoder-1", Refused)
+    assert "with other request parameters" in refused.reason
 
 
 def test_a_hello_without_roles_or_slots_is_refused() -> None:

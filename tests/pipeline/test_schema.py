@@ -11,11 +11,12 @@ from typing import Any
 import pytest
 
 from triptych.config import ModelConfig
-from triptych.errors import BadRequest, ModelError
+from triptych.errors import BadRequest, ConfigError, ModelError
 from triptych.ids import ROLES, Role
 from triptych.models import EMBEDDED
 from triptych.pipeline.load import load_pipeline
 from triptych.pipeline.modular import ModularRolePipeline
+from triptych.pipeline.request import complete
 from triptych.wire.schema import RequestSchema
 
 Get = Callable[[str], ModularRolePipeline]
@@ -64,7 +65,7 @@ def test_wan_without_settings_has_the_published_values_within_its_position_table
     schema = loaded("wan_t2v").schema
     assert names(schema) == [
         "prompt", "negative_prompt", "height", "width", "num_frames", "fps", "num_inference_steps", "guidance_scale",
-        "seed", "max_sequence_length", "n", "output_format",
+        "flow_shift", "seed", "max_sequence_length", "n", "output_format",
     ]  # fmt: skip
     values = {param.name: param for param in schema.params}
     # rope_max_seq_len is 32: 32 patches of two latents of eight pixels, 32 latent frames of four. The published width
@@ -208,3 +209,48 @@ def test_a_wrong_image_is_refused(loaded: Get, image: dict[str, Any]) -> None:
     with pytest.raises(BadRequest, match="image: ") as caught:
         loaded("wan_i2v").start(Role.ENCODER, VALID | {"image": image}, [], [b"not a picture"])
     assert caught.value.field == "image"
+
+
+def with_default(**defaults: bool | int | float | str) -> RequestSchema:
+    model = ModelConfig(path="tiny", device="cpu", defaults=defaults)
+    return load_pipeline(model, (Role.ENCODER,), "cpu").schema
+
+
+def test_defaults_of_the_launch_stand_in_the_schema() -> None:
+    schema = with_default(num_inference_steps=7, flow_shift=2, negative_prompt="blurred")
+    found = {param.name: param.default for param in schema.params}
+    assert (found["num_inference_steps"], found["flow_shift"], found["negative_prompt"]) == (7, 2, "blurred")
+    assert found["guidance_scale"] == 4.0, "the model's own"
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "reason"),
+    [
+        ("num_frames", 16, "multiple of 4 plus 1"),
+        ("num_inference_steps", 1000, "must lie between 1 and 100"),
+        ("guidance_scale", "high", "must be of type number"),
+        ("prompt", "a cat", "has defaults of negative_prompt, height"),
+        ("n", 2, "has defaults of"),
+        ("steps", 20, "WanPipeline has defaults of"),
+    ],
+)
+def test_a_default_that_no_request_could_say_is_refused_before_weights_are_loaded(
+    name: str, value: int | str, reason: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("triptych.pipeline.load.load_component", lambda *_: pytest.fail("weights were loaded"))
+    with pytest.raises(ConfigError) as caught:
+        with_default(**{name: value})
+    assert f"--default {name}={value!r}" in caught.value.message
+    assert reason in caught.value.message
+
+
+def test_the_limit_on_pixels_counts_all_frames(tmp_path: Path) -> None:
+    folder = tmp_path / "model"
+    shutil.copytree(EMBEDDED["tiny"], folder)
+    settings = json.loads((folder / "triptych.json").read_text())
+    settings["limits"]["max_pixels"] = 128 * 128 * 17
+    (folder / "triptych.json").write_text(json.dumps(settings))
+    schema = load(folder).schema
+    assert complete(schema, {"prompt": "a"})["num_frames"] == 17
+    with pytest.raises(BadRequest, match="128x128 in 21 frames is 344064 pixels; at most 17 frames fit at that size"):
+        complete(schema, {"prompt": "a", "num_frames": 21})

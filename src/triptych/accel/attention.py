@@ -66,6 +66,32 @@ def present(device: torch.device) -> tuple[str, ...]:
     return tuple(name for name, is_there in there.items() if is_there)
 
 
+def preferred(requested: str, device: torch.device) -> str:
+    """The first of the backends in ``requested``, with commas between, that is present on ``device``; it may be auto.
+
+    Raises `ConfigError` when none is, naming those that are.
+    """
+    have = present(device)
+    for name in requested.split(","):
+        if name == "auto" or name in have:
+            return name
+    raise ConfigError(f"attention-backend={requested!r}: not on this machine; present: {', '.join(have)}")
+
+
+def in_use(model: nn.Module) -> str | None:
+    """The backend that the dispatched attention of ``model`` runs on; None when it has no such attention."""
+    from diffusers.models import attention_dispatch as dispatch
+
+    names = {entry: name for name, entry in _ENTRY.items()}
+    default: Any = dispatch._AttentionBackendRegistry.get_active_backend()[0]
+    for module in model.modules():
+        processor: Any = getattr(module, "processor", None)
+        if processor is not None and hasattr(processor, "_attention_backend"):
+            entry = str((processor._attention_backend or default).value)
+            return names.get(entry, entry)
+    return None
+
+
 def choose(
     device: torch.device,
     *,

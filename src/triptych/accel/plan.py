@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+import logging
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -21,6 +22,8 @@ from triptych.accel.step_cache import StepMemory
 from triptych.accel.tally import Tally
 from triptych.config import Profile, Quantisation
 from triptych.errors import ConfigError
+
+log = logging.getLogger(__name__)
 
 _BENCH_TOKENS = 8192
 """Sequence length of the attention micro-benchmark: long enough to rank backends, short enough to cost nothing."""
@@ -58,8 +61,9 @@ def accelerate(
 ) -> tuple[Technique, ...]:
     """Apply what ``profile`` allows and the machine has to the real (not weightless) models of a role, in place.
 
-    ``backend`` names an attention backend or is ``auto``; it and ``quantisation`` are about denoisers, and roles
-    without one have nothing to change. ``prompts`` are kept embeddings for text encoders; ``batcher`` joins forwards.
+    ``backend`` names an attention backend, or several of which the first that is present is taken (with commas
+    between), or is ``auto``; it and ``quantisation`` are about denoisers, and roles without one have nothing to change.
+    ``prompts`` are kept embeddings for text encoders; ``batcher`` joins forwards.
     ``step_cache`` is the threshold of step caching, 0 for none, and ``memory`` where whoever runs the steps gives it
     room. Measurements are kept in ``cache_dir``.
     Raises `ConfigError` when what is asked for by name cannot take effect.
@@ -67,10 +71,14 @@ def accelerate(
     done: list[Technique] = []
     if prompts is not None:
         done += [_prompts(name, model, prompts) for name, model in modules.items() if _is_text_encoder(model)]
+    wish, backend = backend, attention.preferred(backend, device)
     denoisers = {name: model for name, model in modules.items() if quant.repeated_blocks(model)}
     for name, model in denoisers.items():
         kind = "fp8" if profile == "fast" and quantisation == "none" else quantisation
         done += _attention(name, model, device, dtype, profile, backend, cache_dir)
+        if backend != wish:
+            first = wish.partition(",")[0]
+            log.warning("attention-backend %s is not on this machine: %s uses %s", first, name, attention.in_use(model))
         if kind != "none":
             layers = quant.quantise(model, kind, device)
             done.append(Technique(name=f"{name}: {kind}", on=True, why=f"{layers} linear layers"))
@@ -120,6 +128,7 @@ def _attention(
     heads, width = getattr(config, "num_attention_heads", None), getattr(config, "attention_head_dim", None)
     if backend == "auto" and (profile == "stock" or dtype != torch.bfloat16 or not heads or not width):
         why = "profile stock" if profile == "stock" else "only measured for bfloat16 models of known head size"
+        why = f"{attention.in_use(model) or 'its own'}, {why}"
         return [Technique(name=f"{name}: attention", on=False, why=why)]
     if profile == "fast" and backend == "auto" and "flash3-fp8" in attention.present(device):
         backend = "flash3-fp8"

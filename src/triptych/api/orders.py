@@ -113,8 +113,11 @@ def read_order(schema: RequestSchema, body: Body, output: Output) -> Order:
     _fill(params, values)
     if schema.param("n") is not None:
         values["n"] = count
+    completed = _complete(schema, values, output)
+    if (objection := schema.too_large(completed)) is not None:
+        raise BadRequest("size", f"size: {objection}")
     return Order(
-        params=_complete(schema, values, output),
+        params=completed,
         images=images,
         model=model,
         size=f"{values['width']}x{values['height']}" if {"width", "height"} <= values.keys() else "",

@@ -94,7 +94,8 @@ def add_options(parser: argparse.ArgumentParser, names: tuple[str, ...]) -> None
             continue
         text = option.help if option.default in (None, False, ()) else f"{option.help} (default: {option.default})"
         if option.is_switch:
-            parser.add_argument(option.flag, action="store_true", default=argparse.SUPPRESS, help=text)
+            switch = argparse.BooleanOptionalAction  # so that a flag can take back what a file says
+            parser.add_argument(option.flag, action=switch, default=argparse.SUPPRESS, help=text)
         elif option.repeatable:
             parser.add_argument(
                 option.flag, action="append", metavar=option.metavar, default=argparse.SUPPRESS, help=text
@@ -110,7 +111,7 @@ def add_options(parser: argparse.ArgumentParser, names: tuple[str, ...]) -> None
 
 
 def said_options(args: argparse.Namespace) -> dict[str, Any]:
-    """The serving options that were said, for `ServerArgs.from_kwargs`. A model may be named with or without flag."""
+    """The serving options that were said as flags. A model may be named with or without one."""
     said = {option.name: getattr(args, option.name) for option in OPTIONS if hasattr(args, option.name)}
     if getattr(args, "model", None) is not None:
         if "model_path" in said:
@@ -121,11 +122,27 @@ def said_options(args: argparse.Namespace) -> dict[str, Any]:
 
 def _serve(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("model", nargs="?", metavar="MODEL", help="the same as --model-path")
+    _config_file(parser)
     add_options(parser, tuple(option.name for option in OPTIONS))
+
+
+def _config_file(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "--config",
+        metavar="FILE",
+        help="TOML, JSON or YAML file with options by name; environment variables TRIPTYCH_NAME win over it, flags "
+        "over both",
+    )
+
+
+def _config(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("what", choices=("show",), help="show: every option of this process, and where it comes from")
+    _serve(parser)
 
 
 def _up(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("model", metavar="MODEL", help="model folder, Hub id or embedded model (tiny)")
+    _config_file(parser)
     plan = parser.add_argument_group("instances")
     for role in ("encoder", "denoiser", "decoder"):
         plan.add_argument(
@@ -221,6 +238,13 @@ COMMANDS: tuple[Command, ...] = (
         help="start a server and its role instances on this machine",
         description="Start a whole deployment on this machine, restart what dies, stop it all with Ctrl+C.",
         add_arguments=_up,
+    ),
+    Command(
+        name="config",
+        help="show the options that a process would have, and where each comes from",
+        description="Takes what `triptych serve` takes and shows every option in effect with its source: flag, "
+        "environment variable, config file or default. Nothing is started.",
+        add_arguments=_config,
     ),
     Command(
         name="generate",

@@ -12,6 +12,7 @@ from triptych.cli.arguments import said_options
 from triptych.errors import ConfigError
 from triptych.ids import ROLES
 from triptych.launch.args import ServerArgs
+from triptych.launch.sources import settle
 from triptych.launch.supervised import follow_supervisor
 
 log = logging.getLogger("triptych")
@@ -22,8 +23,11 @@ def run(args: argparse.Namespace) -> int:
     follow_supervisor()
     logging.basicConfig(level=logging.INFO, stream=sys.stderr, format="%(asctime)s %(levelname)s %(name)s: %(message)s")
     logging.getLogger("httpx").setLevel(logging.WARNING)
-    options = ServerArgs.from_kwargs(**said_options(args))
-    options.check_applies()
+    settled = settle(said_options(args), os.environ, args.config)
+    options = settled.server_args()
+    options.check_applies(settled.sources)
+    for note in settled.notes:
+        log.warning("%s", note)
     match options.kind:
         case "server":
             from triptych.launch.serving import run_server

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import os
 import signal
 import threading
 import time
@@ -13,14 +14,17 @@ from triptych.launch.args import ServerArgs
 from triptych.launch.group import Group, ProcessStatus
 from triptych.launch.plan import GroupPlan, plan_pool
 from triptych.launch.probe import probe
+from triptych.launch.sources import settle
 
 _ROLES = ("encoder", "denoiser", "decoder")
 
 
 def run(args: argparse.Namespace) -> int:
     """Run the group until a signal or until it cannot work; returns the exit status."""
-    said = {name: value for name, value in said_options(args).items() if name in (*UP_TAKES_FROM_SERVE, "model_path")}
-    options = ServerArgs.from_kwargs(**said)
+    settled = settle(said_options(args), os.environ, args.config, only=(*UP_TAKES_FROM_SERVE, "model_path"))
+    for note in settled.notes:
+        print(note, flush=True)
+    options = settled.server_args()
     lists = instance_lists(args, options)
     plan = plan_pool(options, **lists, first_work_port=args.first_work_port)
     stop = threading.Event()

@@ -18,6 +18,7 @@ from triptych.wire.messages import (
     Unknown,
     Welcome,
 )
+from triptych.wire.schema import RequestSchema
 
 _GRACE = 1.0
 """Seconds that a grant or a release may be under way before a heartbeat that does not show it means anything."""
@@ -90,20 +91,33 @@ class Membership:
                 ledger.cancel(member, lease)
 
     def _objection(self, message: Hello) -> str:
-        ledger, schema = self._ledger, self._ledger.schema
+        ledger = self._ledger
         if message.protocol != PROTOCOL_VERSION:
             return f"protocol={message.protocol}: this server speaks version {PROTOCOL_VERSION}"
         if not message.roles or message.slots < 1:
             return f"roles={list(message.roles)}, slots={message.slots}: at least one of each is needed"
-        if schema is None or schema == message.schema or not (ledger.members or ledger.jobs):
+        schema, mine = self._schema_of_others(message)
+        if schema is None or schema == mine or not (ledger.members or ledger.jobs):
             return ""
         if schema.model != message.schema.model:
             return f"model={message.schema.model!r}: the others serve {schema.model!r}"
         return f"model={message.schema.model!r}: the others serve {schema.model!r} with other request parameters"
 
+    def _schema_of_others(self, message: Hello) -> tuple[RequestSchema | None, RequestSchema]:
+        """What an instance's schema must equal, and what of its own. Only encoders must agree on defaults: theirs
+        apply, and other roles are often started without them."""
+        ledger = self._ledger
+        if Role.ENCODER in message.roles and ledger.serving[Role.ENCODER]:
+            return ledger.schema, message.schema
+        known = ledger.schema or next((member.hello.schema for member in ledger.members.values()), None)
+        return (None if known is None else known.without_defaults()), message.schema.without_defaults()
+
     def _join(self, message: Hello) -> Member:
         ledger = self._ledger
-        ledger.schema = message.schema
+        if Role.ENCODER in message.roles:
+            ledger.schema = message.schema
+        elif ledger.schema is not None and ledger.schema.without_defaults() != message.schema.without_defaults():
+            ledger.schema = None  # all who served that model are gone
         prints = {m.hello.fingerprint for role in message.roles for m in ledger.serving[role].values()}
         if prints - {message.fingerprint}:
             detail = f"{message.fingerprint} beside {', '.join(sorted(prints))}: results may differ in the last bits"

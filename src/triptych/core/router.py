@@ -209,7 +209,7 @@ class Router:
 
     @property
     def schema(self) -> RequestSchema | None:
-        """What the served model accepts; None until the first instance has joined."""
+        """What the served model accepts; None until the first encoder has joined."""
         return self._ledger.schema
 
     def view(self, request: RequestId) -> JobView | None:

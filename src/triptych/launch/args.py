@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import difflib
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Self
@@ -24,7 +24,7 @@ from triptych.config import (
 )
 from triptych.errors import ConfigError
 from triptych.ids import ROLES, Role
-from triptych.launch.options import BY_NAME, OPTIONS, Kind, read_key_file
+from triptych.launch.options import BY_NAME, OPTIONS, Kind, Scalar, read_key_file, unknown_option
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -56,6 +56,7 @@ class ServerArgs:
     disagg_transfer_pool_size: int = 256 * MIB
     disagg_transfer: TransferKind = "auto"
     component: dict[str, str] = field(default_factory=dict[str, str])
+    default: dict[str, Scalar] = field(default_factory=dict[str, Scalar])
     profile: Profile = "stock"
     attention_backend: str = "auto"
     quant: Quantisation = "none"
@@ -95,9 +96,7 @@ class ServerArgs:
         """
         for name in kwargs:
             if name not in BY_NAME:
-                near = difflib.get_close_matches(name, BY_NAME, n=1)
-                hint = f"; did you mean {near[0]}?" if near else f"; known are {', '.join(BY_NAME)}"
-                raise ConfigError(f"{name}: unknown option{hint}")
+                raise unknown_option(name)
         said = {name: BY_NAME[name].read(BY_NAME[name].flag, value) for name, value in kwargs.items()}
         return cls(**said, given=frozenset(said))
 
@@ -119,13 +118,18 @@ class ServerArgs:
             case "instance":
                 return tuple(Role(name) for name in self.disagg_role.split(","))
 
-    def check_applies(self) -> None:
-        """Raise `ConfigError` for an option that was said though a process of this kind does not read it."""
+    def check_applies(self, sources: Mapping[str, str] | None = None) -> None:
+        """Raise `ConfigError` for an option that was said though a process of this kind does not read it.
+
+        ``sources`` says where an option was said, if not by its flag.
+        """
         for option in OPTIONS:
             if option.name in self.given and self.kind not in option.kinds:
                 readers = " or ".join(sorted(option.kinds))
+                said = (sources or {}).get(option.name, option.flag)
                 raise ConfigError(
-                    f"{option.flag} does not apply to --disagg-role {self.disagg_role}: {readers} processes read it"
+                    f"{said}{'' if said == option.flag else f': {option.name}'} does not apply to --disagg-role "
+                    f"{self.disagg_role}: {readers} processes read it"
                 )
 
     def server_config(self) -> ServerConfig:
@@ -188,6 +192,7 @@ class ServerArgs:
                 device=self.device or default_device,
                 dtype=self.dtype,
                 components=self.component,
+                defaults=self.default,
                 profile=self.profile,
                 attention_backend=self.attention_backend,
                 quant=self.quant,

@@ -48,6 +48,8 @@ class ProcessSpec:
     """Where others reach it, for people to read."""
     environment: Mapping[str, str] = field(default_factory=dict[str, str])
     """Variables that it gets besides the ones of this process."""
+    withheld: frozenset[str] = frozenset()
+    """Variables of this process that it does not get."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -97,7 +99,11 @@ class _Child:
             text=True,
             errors="replace",
             start_new_session=True,
-            env={**os.environ, **self.spec.environment, ENVIRONMENT: str(os.getpid())},
+            env={
+                **{name: value for name, value in os.environ.items() if name not in self.spec.withheld},
+                **self.spec.environment,
+                ENVIRONMENT: str(os.getpid()),
+            },
         )
         self.started_at = now
         self.reader = threading.Thread(target=self._read, args=(self.process, output, wake), daemon=True)

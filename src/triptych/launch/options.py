@@ -6,12 +6,14 @@ lacks, and an option that a kind of process does not read is refused for that ki
 
 from __future__ import annotations
 
+import difflib
 import hashlib
+import json
 import re
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal, TypeAlias
+from typing import Any, Literal, TypeAlias, cast
 
 from triptych.config import KEY_PREFIX, MIB, Shape, parse_shape, parse_tcp_url
 from triptych.errors import ConfigError
@@ -22,6 +24,8 @@ Kind: TypeAlias = Literal["monolithic", "server", "instance"]
 
 Reader: TypeAlias = Callable[[str, object], Any]
 """Reads one value, a string from the command line or a Python value; the first argument is the flag for errors."""
+
+Scalar: TypeAlias = bool | int | float | str
 
 ALL: frozenset[Kind] = frozenset({"monolithic", "server", "instance"})
 DOOR: frozenset[Kind] = frozenset({"monolithic", "server"})
@@ -166,6 +170,38 @@ def read_components(flag: str, value: object) -> dict[str, str]:
     return components
 
 
+def read_defaults(flag: str, value: object) -> dict[str, Scalar]:
+    """``NAME=VALUE`` entries, or a mapping. A value in text is a number, true or false if it looks like one."""
+    if isinstance(value, dict):
+        entries: dict[str, object] = {str(name): entry for name, entry in value.items()}
+    else:
+        entries = {}
+        for entry in [value] if isinstance(value, str) else _sequence(flag, value):
+            name, equals, text = entry.partition("=") if isinstance(entry, str) else ("", "", "")
+            if not (name and equals):
+                raise refuse(flag, entry, "NAME=VALUE, e.g. num_inference_steps=40")
+            if name in entries:
+                raise ConfigError(f"{flag} {entry!r}: {name} is given twice")
+            entries[name] = _scalar(text)
+    for name, entry in entries.items():
+        if not isinstance(entry, bool | int | float | str):
+            raise refuse(flag, f"{name}={entry!r}", "a number, a text, true or false")
+    return cast("dict[str, Scalar]", entries)
+
+
+def _scalar(text: str) -> Scalar:
+    try:
+        value = json.loads(text)
+    except ValueError:
+        return text
+    return value if isinstance(value, bool | int | float | str) else text
+
+
+def _shown(value: object) -> str:
+    """A value of a mapping as `_scalar` reads it."""
+    return value if isinstance(value, str) and _scalar(value) == value else json.dumps(value)
+
+
 def read_keys(flag: str, value: object) -> tuple[str, ...]:
     """API keys or their digests, as digests: a key itself is held nowhere."""
     parts: list[object] = [value] if isinstance(value, str) else _sequence(flag, value)
@@ -232,16 +268,30 @@ class Option:
         return "--" + self.name.replace("_", "-")
 
     @property
+    def variable(self) -> str:
+        """Its name in the environment."""
+        return f"TRIPTYCH_{self.name.upper()}"
+
+    @property
     def is_switch(self) -> bool:
         """Whether the flag stands alone, without a value."""
         return self.read is read_switch
+
+    def read_variable(self, text: str) -> Any:
+        """The value that ``text`` stands for in the environment; raises `ConfigError` that names the variable."""
+        if self.is_switch:
+            if text not in ("true", "false", "1", "0"):
+                raise refuse(self.variable, text, "true or false")
+            return text in ("true", "1")
+        parts = text.split(";") if self.read in (read_components, read_defaults) else text
+        return self.read(self.variable, parts)
 
     def words(self, value: Any) -> list[str]:
         """The command line words that say this value."""
         if self.is_switch:
             return [self.flag] if value else []
         if isinstance(value, dict):
-            return [word for name, path in value.items() for word in (self.flag, f"{name}={path}")]
+            return [word for name, entry in value.items() for word in (self.flag, f"{name}={_shown(entry)}")]
         if isinstance(value, tuple) and self.repeatable:
             return [word for part in value for word in (self.flag, str(part))]
         if isinstance(value, tuple):
@@ -322,6 +372,15 @@ OPTIONS: tuple[Option, ...] = (
         COMPUTE,
         "NAME=PATH",
         "weights that replace one component's; may be repeated",
+        repeat=True,
+    ),
+    _option(
+        "default",
+        read_defaults,
+        None,
+        COMPUTE,
+        "NAME=VALUE",
+        "value of a request parameter where a request does not say it, e.g. num_inference_steps=40; may be repeated",
         repeat=True,
     ),
     _option(
@@ -423,3 +482,11 @@ OPTIONS: tuple[Option, ...] = (
 """All serving options, in the order in which the help shows them."""
 
 BY_NAME: dict[str, Option] = {option.name: option for option in OPTIONS}
+
+
+def unknown_option(name: str, *also: str) -> ConfigError:
+    """The error of a name that is no option; ``also`` are other names that would have done."""
+    known = (*BY_NAME, *also)
+    near = difflib.get_close_matches(name, known, n=1)
+    hint = f"did you mean {near[0]}?" if near else f"known are {', '.join(known)}"
+    return ConfigError(f"{name}: unknown option; {hint}")

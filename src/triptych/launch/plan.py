@@ -11,7 +11,11 @@ from triptych.errors import ConfigError
 from triptych.ids import ROLES, Role
 from triptych.launch.args import ServerArgs
 from triptych.launch.group import ProcessSpec
+from triptych.launch.options import OPTIONS
 from triptych.launch.ports import free_ports
+
+VARIABLES = frozenset(option.variable for option in OPTIONS)
+"""What they say reaches a child on its command line, if it is to."""
 
 Gpus = Sequence[Sequence[int]]
 """GPUs of each instance of a role: one inner list per instance."""
@@ -69,7 +73,7 @@ def plan_pool(
     url = f"http://{reachable(args.host)}:{args.port}"
     return GroupPlan(
         url=url,
-        server=ProcessSpec(name="server", command=serve_command(words), address=url),
+        server=ProcessSpec(name="server", command=serve_command(words), address=url, withheld=VARIABLES),
         instances=tuple(instances),
     )
 
@@ -102,7 +106,13 @@ def instance_spec(
     environment: dict[str, str] = {}
     if args.device != "cuda" and "OMP_NUM_THREADS" not in os.environ:
         environment["OMP_NUM_THREADS"] = str(max(1, (os.cpu_count() or 1) // threads))
-    return ProcessSpec(name=name, command=serve_command(words), address=config.work_url, environment=environment)
+    return ProcessSpec(
+        name=name,
+        command=serve_command(words),
+        address=config.work_url,
+        environment=environment,
+        withheld=VARIABLES,
+    )
 
 
 def serve_command(words: Sequence[str]) -> tuple[str, ...]:

@@ -21,6 +21,8 @@ class Preset:
     max_sequence_length: int | None = None
     max_side: int | None = None
     """Largest height or width in pixels."""
+    max_pixels: int | None = None
+    """Most pixels of one output, over all of its frames."""
     max_frames: int | None = None
     max_steps: int | None = None
     max_n: int | None = None
@@ -81,7 +83,9 @@ FAMILIES: dict[str, Family] = {
     "Wan22ModularPipeline": _WAN22,
     "Wan22Image2VideoModularPipeline": replace(_WAN22, preset=replace(_WAN22.preset, guidance_scale=3.5)),
     "QwenImageModularPipeline": Family(
-        preset=Preset(height=1328, width=1328, num_inference_steps=50, guidance_scale=4.0)
+        preset=Preset(
+            height=1328, width=1328, num_inference_steps=50, guidance_scale=4.0, max_side=2752, max_pixels=1536 * 2752
+        )
     ),
     "ZImageModularPipeline": Family(preset=Preset(height=1024, width=1024, guidance_scale=0.0), guidance_offset=1.0),
 }

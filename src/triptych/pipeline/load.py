@@ -28,6 +28,7 @@ from triptych.pipeline.modular import LoadedRole, ModularRolePipeline
 from triptych.pipeline.rehearsal import ghosts, rehearse
 from triptych.pipeline.replay import ReplayRolePipeline
 from triptych.pipeline.replay_load import load_replay
+from triptych.pipeline.request import with_defaults
 from triptych.pipeline.schema import build_schema, read_settings
 from triptych.pipeline.source import index_components, read_index, resolve_source
 from triptych.pipeline.standin import stand_in
@@ -69,6 +70,9 @@ def load_pipeline(
     folder = resolve_source(model.path, wanted)
     stand_ins = {name: stand_in(folder, name, *entry, dtype) for name, entry in present.items()}
     _put(whole, {name: value for name, value in stand_ins.items() if value is not None})
+    family = family_of(type(whole).__name__)
+    schema = build_schema(model.path, index, whole, parts, family, read_settings(folder))
+    schema = with_defaults(schema, model.defaults)  # what cannot be is said before the weights are loaded
     loaded = {
         name: load_component(folder, name, present[name], model.components.get(name), dtype, torch.device(device))
         for name in wanted
@@ -76,12 +80,11 @@ def load_pipeline(
     clock = StepClock()
     batcher = ForwardBatcher() if model.batching and Role.DENOISER in roles else None
     techniques = _accelerate(model, loaded, torch.device(device), dtype, tally, clock.memory, batcher)
-    family = family_of(type(whole).__name__)
     pipeline = ModularRolePipeline(
         loaded={role: _role_pipeline(role, whole, index, parts, loaded, stand_ins) for role in ROLES if role in roles},
         cut=parts,
         family=family,
-        schema=build_schema(model.path, index, whole, parts, family, read_settings(folder)),
+        schema=schema,
         fingerprint=fingerprint(device, dtype, model.components, techniques),
         device=torch.device(device),
         clock=clock,

@@ -21,6 +21,7 @@ from triptych.pipeline.families import Family
 from triptych.pipeline.frames import FrameStream
 from triptych.pipeline.guard import guarded
 from triptych.pipeline.request import complete, first_state, guider_settings
+from triptych.pipeline.shift import shifted
 from triptych.pipeline.stage import Clip, StageOutput, StageResult, StageRun
 from triptych.pipeline.steps import StepClock, SteppedBlock, exact_timestep
 from triptych.pipeline.together import advance_together
@@ -204,7 +205,7 @@ def request_view(pipeline: Any, family: Family, params: Mapping[str, Any], *, en
         if component is None or isinstance(component, torch.nn.Module):
             continue
         if hasattr(component, "set_timesteps"):
-            setattr(view, name, copy.deepcopy(component))
+            setattr(view, name, shifted(copy.deepcopy(component), params))
         elif hasattr(component, "prepare_models"):
             setattr(view, name, component.new(**guider_settings(family, params, name, encoder=encoder)))
     return view

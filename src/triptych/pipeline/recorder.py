@@ -22,6 +22,7 @@ from triptych.pipeline.anatomy import FIELDS, Anatomy
 from triptych.pipeline.answers import OutputClasses, Reader, ReadTuple, without_numbers
 from triptych.pipeline.randomness import Randomness, States
 from triptych.pipeline.shadows import encoder_shadow, replaced, shadow
+from triptych.pipeline.shift import shifted
 
 Method = Callable[..., Any]
 
@@ -56,6 +57,7 @@ class RoleRun:
         classes: OutputClasses,
         call: Mapping[str, Any],
         guidance: Mapping[str, Any],
+        params: Mapping[str, Any],
         randomness: Randomness,
         tape: Tape,
     ) -> None:
@@ -67,6 +69,7 @@ class RoleRun:
         self._classes = classes
         self._call = call
         self._guidance = guidance
+        self._params = params
         self._randomness = randomness
         self._recorded: list[tuple[str, Any, States]] = []
         self._answered = 0
@@ -98,7 +101,7 @@ class RoleRun:
             if isinstance(component, torch.nn.Module):
                 view.__dict__[name] = self._component(name, component)
             elif hasattr(component, "set_timesteps"):
-                view.__dict__[name] = self._scheduler(copy.deepcopy(component))
+                view.__dict__[name] = self._scheduler(shifted(copy.deepcopy(component), self._params))
             elif hasattr(component, "prepare_models"):
                 view.__dict__[name] = component.new(**self._guidance)
         if self._anatomy.decoder is None and self._role is not Role.ENCODER:

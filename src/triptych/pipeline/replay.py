@@ -90,6 +90,7 @@ class ReplayRolePipeline:
         *,
         call: Mapping[str, Any],
         guidance: Mapping[str, Any],
+        params: Mapping[str, Any],
         randomness: Randomness,
         tape: Tape,
     ) -> RoleRun:
@@ -101,6 +102,7 @@ class ReplayRolePipeline:
             classes=self.model.classes,
             call=call,
             guidance=guidance,
+            params=params,
             randomness=randomness,
             tape=tape,
         )
@@ -161,6 +163,7 @@ class _ReplayStage:
             role,
             call=self._call,
             guidance=guider_changes(owner.model.anatomy, params),
+            params=params,
             randomness=self._randomness,
             tape=tape,
         )

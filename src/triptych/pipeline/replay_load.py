@@ -17,6 +17,7 @@ from triptych.pipeline.answers import OutputClasses
 from triptych.pipeline.fingerprint import fingerprint
 from triptych.pipeline.replay import ReplayModel, ReplayRolePipeline
 from triptych.pipeline.replay_schema import build_replay_schema
+from triptych.pipeline.request import with_defaults
 from triptych.pipeline.schema import read_settings
 from triptych.pipeline.shadows import placed
 from triptych.pipeline.source import index_components, resolve_source
@@ -57,11 +58,12 @@ def load_replay(
     }
     settings = read_settings(folder)
     any_role = next(iter(pipelines.values()))
+    schema = build_replay_schema(model.path, index, any_role, anatomy, settings)
     return ReplayRolePipeline(
         model=ReplayModel(
             anatomy=anatomy,
             classes=OutputClasses(classes.values()),
-            schema=build_replay_schema(model.path, index, any_role, anatomy, settings),
+            schema=with_defaults(schema, model.defaults),
             fingerprint=fingerprint(device, dtype, model.components, techniques),
             device=where,
         ),

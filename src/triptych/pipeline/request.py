@@ -7,10 +7,11 @@ import secrets
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
+import msgspec
 import torch
 from PIL import Image, ImageOps
 
-from triptych.errors import BadRequest
+from triptych.errors import BadRequest, ConfigError
 from triptych.pipeline.families import Family
 from triptych.pipeline.schema import COUNT_INPUTS, SECOND_GUIDER
 from triptych.wire.schema import Param, RequestSchema
@@ -20,6 +21,9 @@ _STATE_NAMES = (
     "guidance_scale", "max_sequence_length",
 )  # fmt: skip
 """Parameters that pipelines take under the same name, where they take them at all."""
+
+_NO_DEFAULT = ("n", "output_format")
+"""Their defaults are the doors' own."""
 
 GUIDANCE_OFF = 1.0
 """The guider scale at which the conditional prediction alone counts."""
@@ -33,7 +37,31 @@ def complete(schema: RequestSchema, params: Mapping[str, Any]) -> dict[str, Any]
         if schema.param(name) is None:
             known = ", ".join(param.name for param in schema.params)
             raise BadRequest(name, f"{name}: {schema.pipeline} takes no such parameter, only {known}")
-    return {param.name: _checked(param, params.get(param.name, param.default)) for param in schema.params}
+    found = {param.name: _checked(param, params.get(param.name, param.default)) for param in schema.params}
+    if (objection := schema.too_large(found)) is not None:
+        raise BadRequest("size", f"size: {objection}")
+    return found
+
+
+def with_defaults(schema: RequestSchema, defaults: Mapping[str, bool | int | float | str]) -> RequestSchema:
+    """``schema`` with ``defaults`` in place of its own. Raises `ConfigError` for what no request could say."""
+    for name, value in defaults.items():
+        param = schema.param(name)
+        if param is None or param.required or name in _NO_DEFAULT or param.type in ("image", "images"):
+            can = ", ".join(p.name for p in schema.params if not p.required and p.name not in _NO_DEFAULT)
+            raise ConfigError(f"--default {name}={value!r}: {schema.pipeline} has defaults of {can}")
+        try:
+            _checked(param, value)
+        except BadRequest as error:
+            raise ConfigError(f"--default {error.message}") from error
+    params = tuple(
+        msgspec.structs.replace(param, default=defaults[param.name]) if param.name in defaults else param
+        for param in schema.params
+    )
+    changed = msgspec.structs.replace(schema, params=params)
+    if defaults and (objection := changed.too_large({p.name: p.default for p in params})) is not None:
+        raise ConfigError(f"--default: {objection}")
+    return changed
 
 
 def first_state(inputs: Iterable[Any], params: Mapping[str, Any], images: Sequence[bytes]) -> dict[str, Any]:

@@ -10,6 +10,7 @@ from typing import Any
 from triptych.errors import ModelError
 from triptych.pipeline.cut import Cut
 from triptych.pipeline.families import BASE, Family, Preset
+from triptych.pipeline.shift import FLOW_SHIFT, shift_of
 from triptych.wire.schema import HandoffSize, Param, RequestSchema
 
 SETTINGS = "triptych.json"
@@ -32,7 +33,7 @@ MAX_PROMPT = 32_768
 _DEFAULTS = (
     "height", "width", "num_frames", "fps", "num_inference_steps", "guidance_scale", "max_sequence_length",
 )  # fmt: skip
-_LIMITS = ("max_side", "max_frames", "max_steps", "max_sequence_length", "max_n")
+_LIMITS = ("max_side", "max_pixels", "max_frames", "max_steps", "max_sequence_length", "max_n")
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
@@ -75,6 +76,7 @@ def build_schema(
         output=output,
         params=tuple(params),
         handoff=builder.handoff(),
+        max_pixels=builder.max_pixels,
     )
 
 
@@ -97,6 +99,7 @@ class _Builder:
             *(self._video() if output == "video" else ()),
             self._steps(),
             *self._guidance(),
+            *self._flow_shift(),
             Param(name="seed", type="integer", nullable=True, minimum=0, maximum=MAX_SEED,
                   description="Equal seeds give equal outputs; None draws one."),
             *self._sequence_length(),
@@ -106,6 +109,11 @@ class _Builder:
                   description="File format; None is mp4 for a clip and png for a single frame."),
         ]  # fmt: skip
         return found
+
+    @property
+    def max_pixels(self) -> int | None:
+        """Most pixels of one output."""
+        return self._limit("max_pixels")
 
     def handoff(self) -> HandoffSize:
         """Bounds of the tensors that cross: latents (with image conditions), and embeddings of two prompts."""
@@ -180,6 +188,13 @@ class _Builder:
             found.append(Param(name="guidance_scale_2", type="number", nullable=True, minimum=least, maximum=100.0,
                                description="The same for the second transformer; None is guidance_scale."))  # fmt: skip
         return found
+
+    def _flow_shift(self) -> list[Param]:
+        own = shift_of(getattr(self._whole, "scheduler", None))
+        if own is None:
+            return []
+        return [Param(name=FLOW_SHIFT, type="number", default=own.value, minimum=0.01, maximum=100.0,
+                      description="How far the schedule leans to high noise; larger for larger sizes.")]  # fmt: skip
 
     def _sequence_length(self) -> list[Param]:
         if "max_sequence_length" not in self._inputs:

@@ -268,7 +268,7 @@ class DiffusionService:
         return self._metrics.registry
 
     def schema(self) -> RequestSchema | None:
-        """What the model accepts; None until an instance has said hello."""
+        """What the model accepts; None until an encoder has said hello."""
         return self._router.schema
 
     def smallest_pool(self) -> int | None:

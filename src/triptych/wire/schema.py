@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from typing import Literal
+from collections.abc import Mapping
+from typing import Any, Literal
 
 import msgspec
 
@@ -57,7 +58,26 @@ class RequestSchema(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
     output: Literal["video", "image"]
     params: tuple[Param, ...]
     handoff: HandoffSize | None = None
+    max_pixels: int | None = None
+    """Most pixels of one output, over all of its frames."""
 
     def param(self, name: str) -> Param | None:
         """The parameter of that name, or None."""
         return next((p for p in self.params if p.name == name), None)
+
+    def without_defaults(self) -> RequestSchema:
+        """What can be said at all, whatever applies where nothing is said."""
+        return msgspec.structs.replace(
+            self, params=tuple(msgspec.structs.replace(param, default=None) for param in self.params)
+        )
+
+    def too_large(self, params: Mapping[str, Any]) -> str | None:
+        """What is wrong with the size that complete ``params`` ask for; None when nothing is."""
+        if self.max_pixels is None or not {"height", "width"} <= params.keys():
+            return None
+        height, width, frames = (int(params.get(name) or 1) for name in ("height", "width", "num_frames"))
+        if height * width * frames <= self.max_pixels:
+            return None
+        most = self.max_pixels // (height * width)
+        fits = f"at most {most} frames fit at that size" if most else f"at most {self.max_pixels} fit in one frame"
+        return f"{width}x{height} in {frames} frames is {height * width * frames} pixels; {fits}"

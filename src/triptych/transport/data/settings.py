@@ -19,6 +19,8 @@ Transport: TypeAlias = Literal["tcp", "rdma"]
 
 FILE_VARIABLE: Final = "MOONCAKE_CONFIG_PATH"
 _KEYS: Final = ("local_hostname", "metadata_server", "protocol", "device_name")
+VARIABLES: Final[Mapping[str, str]] = {key: f"MOONCAKE_{key.upper()}" for key in _KEYS}
+"""Key of the file to the variable that wins over it."""
 _METADATA: Final = "P2PHANDSHAKE"
 _DEFAULT_HOSTNAME: Final = TransferConfig().hostname
 
@@ -50,8 +52,7 @@ def engine_settings(config: TransferConfig, environment: Mapping[str, str]) -> E
     protocol and device name. Raises `ConfigError` for a value that cannot be honoured.
     """
     said = _from_file(environment.get(FILE_VARIABLE, ""))
-    for key in _KEYS:
-        variable = f"MOONCAKE_{key.upper()}"
+    for key, variable in VARIABLES.items():
         if environment.get(variable):
             said[key] = _Said(environment[variable], variable, 1)
     _check_metadata(said.get("metadata_server"))
