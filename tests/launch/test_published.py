@@ -84,7 +84,7 @@ def test_offloading_is_not_promised_in_silence(tmp_path: Path) -> None:
 
 def test_a_kernel_of_the_other_system_is_a_wish(tmp_path: Path) -> None:
     found = reading(tmp_path, self_attn_1_type="sage_attn2")
-    assert found.values["attention_backend"] == "sage_attn2,auto"
+    assert found.values["attention_backend"] == "sage,auto"
     assert any("cross_attn_1_type=flash_attn3: one backend serves all attention" in note for note in found.notes)
 
 

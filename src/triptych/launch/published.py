@@ -32,7 +32,12 @@ DEFAULTS: Final[Mapping[str, str]] = {
 ATTENTION: Final = ("self_attn_1_type", "attn_type", "cross_attn_1_type", "cross_attn_2_type")
 """Keys that name an attention kernel; the first one present decides."""
 
-KERNELS: Final[Mapping[str, str]] = {"flash_attn3": "flash3", "torch_sdpa": "native"}
+KERNELS: Final[Mapping[str, str]] = {
+    "flash_attn2": "flash2",
+    "flash_attn3": "flash3",
+    "sage_attn2": "sage",
+    "torch_sdpa": "native",
+}
 """Kernel to the backend that is the same here; any other is tried by its own name."""
 
 _FROM_MODEL: Final = "it comes from the model"
