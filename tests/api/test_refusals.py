@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import io
 import json
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -172,6 +172,24 @@ async def test_a_bad_field_is_named(door: Door, fields: dict[str, Any], param: s
     content = json.dumps({"prompt": "a cat", **fields})
     response = await door.http.post("/v1/videos", content=content, headers={"content-type": "application/json"})
     await door.refuses(response, 400, param, fragments)
+
+
+def test_no_bad_request_reaches_a_role_instance(make_house: Callable[..., Any]) -> None:
+    assert len(BAD_FIELDS) >= 40
+    with make_house(accepts=SCHEMA) as house, httpx.Client(base_url=house.url, timeout=20) as http:
+        for fields, param, _ in BAD_FIELDS:
+            body = json.dumps({"prompt": "a cat", **fields})
+            answer = http.post("/v1/videos", content=body, headers={"content-type": "application/json"})
+            assert (answer.status_code, answer.json()["error"]["param"]) == (400, param), fields
+        job = http.post("/v1/videos", json={"prompt": "the one that is good"}).json()["id"]
+        http.get(f"/v1/videos/{job}/events").raise_for_status()  # which ends with the job
+        assert [params["prompt"] for params, _ in house.seen] == ["the one that is good"]
+
+
+async def test_more_pixels_than_the_model_makes_are_refused_with_what_fits(tmp_path: Path) -> None:
+    door = Door(tmp_path, msgspec.structs.replace(SCHEMA, max_pixels=128 * 128 * 17))
+    response = await door.http.post("/v1/videos", json={"prompt": "a", "size": "256x128"})
+    await door.refuses(response, 400, "size", ["256x128 in 17 frames is 557056 pixels", "at most 8 frames fit"])
 
 
 @pytest.mark.parametrize("fields", [{"num_frames": 1}, {"fps": 8}, {"seconds": 1}, {"output_format": "mp4"}, {"n": 5}])

@@ -33,9 +33,12 @@ TERMINALS = {
 CURL = (
     "curl http://127.0.0.1:22000/v1/videos -sS -H",
     "Content-Type: application/json",
-    '{"model": "MODEL", "prompt": "A curious raccoon exploring a garden, cinematic", "size": "64x64", '
-    '"num_frames": 5, "num_inference_steps": 2}',
+    '{"model": "MODEL", "prompt": "A curious raccoon exploring a garden, cinematic", "size": "SIZE", '
+    '"num_frames": FRAMES, "num_inference_steps": STEPS}',
 )
+
+
+DOCUMENTED_SIZE = "832x480"
 
 
 class Session:
@@ -63,9 +66,10 @@ class Session:
         self.open[terminal] = Process(terminal, words, self.folder)
         return self.open[terminal]
 
-    def curl(self) -> str:
-        """The documented request; the job's id."""
+    def curl(self, size: str = "64x64", frames: int = 5, steps: int = 2) -> str:
+        """The documented request, of another size and length; the job's id."""
         command, header, body = CURL
+        body = body.replace("SIZE", size).replace("FRAMES", str(frames)).replace("STEPS", str(steps))
         answer = subprocess.run(
             [*self.here(command).split(), header, "-d", body], check=True, capture_output=True, text=True
         )
@@ -87,8 +91,9 @@ def test_the_documented_session_works_with_the_server_last(session: Session) -> 
     for terminal in ("encoder", "denoiser", "decoder", "server"):
         session.type(terminal)
     until(session.api.ready, "the session being ready")
-    job = session.curl()
+    job = session.curl(DOCUMENTED_SIZE, frames=1, steps=1)
     video = session.api.done(job)
+    assert video["size"] == DOCUMENTED_SIZE
     assert video["prompt"] == "A curious raccoon exploring a garden, cinematic"
     assert session.api.content(job)[4:8] == b"ftyp"
 
