@@ -10,19 +10,23 @@ READY := $(VENV)/.ready
 # Where the plain torch is a CUDA build of several GB: make demo TORCH_INDEX=<address of an index of CPU builds>
 TORCH_INDEX ?=
 
-.PHONY: demo test check bench fuzz soak
+.PHONY: demo test check bench chaos fuzz soak
 
 demo: $(READY)
 	$(BIN)/triptych demo --output outputs/demo.mp4
 
 test: $(READY)
-	$(BIN)/python -m pytest -m "not gpu" -n 2 --dist loadfile
+	$(BIN)/python -m pytest -m "not gpu and not chaos" -n 2 --dist loadfile
 
 check: $(READY)
 	$(BIN)/ruff check src tests tools
 	$(BIN)/ruff format --check src tests tools
 	$(BIN)/pyright
 	$(BIN)/python -m pytest -q tests/test_imports.py
+
+# Kills, freezes and stops of every process in every state of a request.
+chaos: $(READY)
+	$(BIN)/python -m pytest -q tests/e2e/test_chaos.py
 
 # Ten times the hostile frames of a normal test run, at every socket of a server and an instance.
 fuzz: $(READY)

@@ -1,0 +1,154 @@
+"""Blows that fall on one process of a deployment while a request is in a certain state, and how to bring them about."""
+
+from __future__ import annotations
+
+import itertools
+import signal
+import time
+from dataclasses import dataclass
+from typing import Any
+
+import httpx
+
+from tests.e2e.harness import ROLES, Deployment, until
+
+STATES = {
+    "encoder_waiting": "encoder",
+    "encoder_running": "encoder",
+    "denoising_waiting": "denoiser",
+    "denoising_running": "denoiser",
+    "decoder_waiting": "decoder",
+    "decoder_running": "decoder",
+}
+"""Every state in which a request spends time, and the role whose instance it is with then."""
+
+VICTIMS = (*ROLES, "server")
+BLOWS = ("kill", "freeze", "stop")
+"""SIGKILL; SIGSTOP for longer than a lease lasts; SIGTERM. What ended is started again at once."""
+
+PLANES = ("shm", "mooncake")
+
+FREEZE = 3.5
+"""Seconds: an instance is given up after 2.5 s of silence."""
+
+REQUEST: dict[str, Any] = {"size": "64x64", "num_frames": 9, "num_inference_steps": 6}
+SEEDS = 3
+
+
+@dataclass(frozen=True, kw_only=True)
+class Case:
+    """What is done to whom, when, and over which plane the tensors travel."""
+
+    victim: str
+    state: str
+    blow: str
+    plane: str
+
+    def __str__(self) -> str:
+        return f"{self.plane}-{self.victim}-{self.blow}-{self.state}"
+
+
+def all_cases() -> list[Case]:
+    """Every victim, state and blow; the planes take turns."""
+    table = itertools.product(VICTIMS, STATES, BLOWS)
+    return [
+        Case(victim=victim, state=state, blow=blow, plane=PLANES[number % 2])
+        for number, (victim, state, blow) in enumerate(table)
+    ]
+
+
+class Arena:
+    """A deployment of one instance of each role, reused from case to case."""
+
+    def __init__(self, deployment: Deployment) -> None:
+        self.deployment = deployment
+        self.expected = [deployment.api.make(seed=seed, **REQUEST) for seed in range(SEEDS)]
+        self._number = 0
+
+    def strike(self, case: Case) -> list[tuple[str, int]]:
+        """Bring a request into the state of the case, let the blow fall, and mend what it broke.
+
+        Returns the requests that were accepted before and during the blow, each with its seed.
+        """
+        jobs = [self._submit()]
+        holder = self.deployment.instances[f"{STATES[case.state]}-0"]
+        caught = False
+        for _ in range(20):
+            if case.state.endswith("waiting"):
+                holder.signal(signal.SIGSTOP)
+                jobs.append(self._submit())
+            else:
+                jobs.append(self._submit())
+                self._await(jobs[-1][0], case.state)
+                holder.signal(signal.SIGSTOP)
+            if caught := self._stays(jobs[-1][0], case.state):
+                break
+            holder.signal(signal.SIGCONT)
+            self.settle(jobs)
+        assert caught, f"no request could be caught in {case.state}"
+        self._blow(case)
+        return jobs
+
+    def settle(self, jobs: list[tuple[str, int]]) -> None:
+        """Wait for the good end of every request, and compare its bytes with those of an undisturbed run."""
+        api = self.deployment.api
+        for job, seed in jobs:
+            api.done(job)
+            assert api.content(job) == self.expected[seed], f"{job} has other bytes than an undisturbed run"
+
+    def at_rest(self) -> bool:
+        """Whether nothing is held for any request."""
+        instances = self.deployment.api.info()["instances"]
+        return len(instances) == len(ROLES) and not any(one["leases"] or one["copies"] for one in instances)
+
+    def _submit(self) -> tuple[str, int]:
+        self._number += 1
+        seed = self._number % SEEDS
+        return self.deployment.api.submit(seed=seed, **REQUEST), seed
+
+    def _stage(self, job: str) -> str:
+        return self.deployment.api.job(job)["stage"]
+
+    def _await(self, job: str, state: str) -> None:
+        order = [*STATES, "done"]
+        deadline = time.monotonic() + 60
+        while order.index(self._stage(job)) < order.index(state):
+            assert time.monotonic() < deadline, f"{job} never came to {state}"
+
+    def _stays(self, job: str, state: str) -> bool:
+        """Whether a request is in a state with its holder stopped, when all that was under way has arrived."""
+        self._await(job, state)
+        time.sleep(0.1)  # not for readiness: words that the holder has sent before it was stopped
+        return self._stage(job) == state
+
+    def _blow(self, case: Case) -> None:
+        deployment = self.deployment
+        name = "server" if case.victim == "server" else f"{case.victim}-0"
+        process = deployment.server if name == "server" else deployment.instances[name]
+        assert process is not None
+        holder = deployment.instances[f"{STATES[case.state]}-0"]
+        match case.blow:
+            case "kill":
+                process.kill()
+            case "freeze":
+                process.signal(signal.SIGSTOP)
+                time.sleep(FREEZE)
+            case _:
+                holder.signal(signal.SIGCONT)
+                assert process.stop() == 0, process.output()[-3000:]
+        if process.status is None:
+            process.signal(signal.SIGCONT)
+        elif name == "server":
+            deployment.start_server()
+        else:
+            deployment.start(name)
+        if holder.status is None:
+            holder.signal(signal.SIGCONT)
+        until(self._answers, "the server answering again")
+        deployment.wait_ready()
+
+    def _answers(self) -> bool:
+        try:
+            return bool(self.deployment.api.info())
+        except httpx.TransportError:
+            return False
