@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import re
 import signal
+import socket
 from pathlib import Path
 
 import psutil
@@ -19,6 +20,12 @@ from triptych.launch.ports import free_ports
 def family(process: Process) -> list[int]:
     """Process ids of all that a process started."""
     return [child.pid for child in psutil.Process(process.pid).children(recursive=True)]
+
+
+def listening(pids: list[int]) -> set[int]:
+    """Ports that processes listen on."""
+    connections = (one for pid in pids for one in psutil.Process(pid).net_connections("tcp"))
+    return {one.laddr.port for one in connections if one.status == psutil.CONN_LISTEN}
 
 
 def start_up(spawn: Spawn, *words: str) -> tuple[Process, Api]:
@@ -39,12 +46,16 @@ def start_up(spawn: Spawn, *words: str) -> tuple[Process, Api]:
     ],
     ids=["ctrl-c", "kill-9"],
 )
-def test_up_leaves_no_process_and_no_segment(spawn: Spawn, number: signal.Signals, instances: list[str]) -> None:
+def test_up_leaves_no_process_no_socket_and_no_segment(
+    spawn: Spawn, number: signal.Signals, instances: list[str]
+) -> None:
     before = segments()
     process, api = start_up(spawn, *instances)
     api.make()
     api.close()
     children = family(process)
+    ports = listening(children)
+    assert len(ports) >= 5
     assert len(children) >= 2
     if number == signal.SIGINT:
         assert process.stop(number) == 0
@@ -52,6 +63,9 @@ def test_up_leaves_no_process_and_no_segment(spawn: Spawn, number: signal.Signal
         process.kill()
     until(lambda: not any(running(pid) for pid in children), "the end of every child", 20)
     assert segments() - before == set()
+    for port in ports:
+        with socket.create_server(("127.0.0.1", port)):  # nobody listens there any more
+            pass
 
 
 def test_up_starts_a_died_instance_again(spawn: Spawn) -> None:
