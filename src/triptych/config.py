@@ -188,7 +188,7 @@ class InstanceConfig:
                 raise ConfigError(f"{name}={getattr(self, name)!r}: must be 0 or more seconds")
         if self.max_running > self.slots:
             raise ConfigError(f"max-running-requests={self.max_running}: must not exceed the slots ({self.slots})")
-        if self.model.batching and self.max_running < 2 and Role.DENOISER in self.roles:
+        if self.model.batching and self.max_running < 2 and self.roles != (Role.DECODER,):
             raise ConfigError("batching: needs max-running-requests of 2 or more, since it joins what runs at once")
         _check_reach("disagg-p2p-hostname", self.transfer.hostname, self.key_dir, self.insecure)
 

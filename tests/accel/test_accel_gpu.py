@@ -11,6 +11,7 @@ from diffusers import AutoencoderKLWan, QwenImageTransformer2DModel, WanTransfor
 from torch import Tensor
 
 from triptych.accel import attention
+from triptych.accel.cuda_graphs import CudaGraphs
 from triptych.accel.plan import accelerate
 from triptych.accel.step_cache import StepMemory
 from triptych.accel.tally import Tally
@@ -114,6 +115,26 @@ def test_the_lossless_qwen_transformer_compiles_two_lengths_for_all() -> None:
     assert known > 0
     assert relative(qwen_forward(model, 47), qwen_forward(stock, 47)) < 3e-2
     assert tally.compilations == known
+
+
+def test_small_forwards_are_recorded_and_replayed_with_the_same_bytes() -> None:
+    model = wan()
+    plain = {time: wan_forward(model, time=time) for time in (500.0, 400.0)}
+    graphs = CudaGraphs()
+    graphs.install(model)
+    for _ in range(2):
+        for time, expected in plain.items():
+            assert torch.equal(wan_forward(model, time=time), expected)
+    assert graphs.recordings == 1
+
+
+def test_compiled_and_fused_blocks_can_be_recorded() -> None:
+    fused, graphs = wan(), CudaGraphs()
+    graphs.install(fused)
+    accelerate({"transformer": fused}, device=CUDA, dtype=BF16, profile="lossless", step_cache=0.0)
+    stock = wan()
+    for time in (500.0, 400.0, 500.0):
+        assert relative(wan_forward(fused, time=time), wan_forward(stock, time=time)) < 3e-2
 
 
 def test_step_caching_goes_with_compiled_blocks() -> None:

@@ -35,3 +35,16 @@ def test_a_shape_that_the_model_cannot_have_is_refused_by_name() -> None:
     config = ModelConfig(path="tiny", device="cpu", warmup=(Shape(width=100, height=64, frames=5),))
     with pytest.raises(ConfigError, match="warmup=100x64x5: width=100"):
         load_pipeline(config, ROLES, "cpu")
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning:diffusers", "ignore::FutureWarning:diffusers")
+def test_a_model_that_is_split_by_replay_is_warmed_up_whole_or_refused(
+    classic_checkpoint: Callable[[str], Path], caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level(logging.INFO, logger="triptych")
+    path = str(classic_checkpoint("stable_diffusion"))
+    config = ModelConfig(path=path, device="cpu", warmup=(Shape(width=64, height=32),))
+    load_pipeline(config, ROLES, "cpu")
+    assert "warmed up for 64x32 in" in caplog.text
+    with pytest.raises(ConfigError, match="without the encoder this model's other roles cannot be warmed up"):
+        load_pipeline(config, (Role.DENOISER,), "cpu")

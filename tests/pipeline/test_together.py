@@ -34,7 +34,7 @@ OTHERS = (
 
 @pytest.fixture(scope="module")
 def trio() -> Trio:
-    pipeline = load_pipeline(ModelConfig(path="tiny", device="cpu", batching=True), ROLES, "cpu")
+    pipeline = load_pipeline(ModelConfig(path="tiny", device="cpu", batching=True, prompt_cache_bytes=0), ROLES, "cpu")
     assert isinstance(pipeline, ModularRolePipeline)
     assert pipeline.joins
     return Trio.of(dict.fromkeys(ROLES, pipeline))
@@ -87,6 +87,21 @@ def test_each_request_comes_out_as_alone(trio: Trio, sizes: list[int]) -> None:
         assert isinstance(joint, torch.Tensor)
         assert torch.allclose(joint, alone(trio, request), atol=1e-4), request
     assert sizes[0] == 2  # four requests of two shapes
+
+
+def test_prompts_are_encoded_together(trio: Trio, sizes: list[int]) -> None:
+    pipeline = trio.pipelines[Role.ENCODER]
+    requests = [{**REQUEST, "prompt": f"a red {shape} on white"} for shape in ("circle", "square")]
+    runs = [trio.start(Role.ENCODER, request, {role: [] for role in ROLES}) for request in requests]
+    joint = pipeline.advance_together(runs)
+    assert sizes[0] == 1  # both prompts in one forward
+    for request, result in zip(requests, joint, strict=True):
+        assert isinstance(result, StageResult)
+        run = trio.start(Role.ENCODER, request, {role: [] for role in ROLES})
+        expected = run.advance()
+        assert expected is not None
+        for mine, other in zip(result.outputs[0].tensors, expected.outputs[0].tensors, strict=True):
+            assert torch.allclose(mine.float(), other.float(), atol=1e-5)
 
 
 @pytest.mark.usefixtures("sizes")

@@ -65,7 +65,7 @@ class ForwardBatcher:
         def forward(*args: Any, **kwargs: Any) -> Any:
             if not self.collecting and not self.profiling:
                 return compute(*args, **kwargs)
-            call = _call(compute, args, kwargs)
+            call = call_of(compute, args, kwargs)
             if self.profiling:
                 self._cap(call)
             if not self.collecting:
@@ -107,7 +107,7 @@ class ForwardBatcher:
         return size
 
 
-def _call(compute: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Call:
+def call_of(compute: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Call:
     leaves, spec = pytree.tree_flatten((args, kwargs), is_leaf=lambda value: isinstance(value, list))
     parts = tuple(
         (leaf.shape, leaf.dtype, leaf.device) if isinstance(leaf, Tensor) else _plain(leaf) for leaf in leaves

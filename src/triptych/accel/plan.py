@@ -15,6 +15,7 @@ from torch import nn
 from triptych.accel import attention, quant, wan_vae
 from triptych.accel import step_cache as step_caching
 from triptych.accel.batching import ForwardBatcher
+from triptych.accel.cuda_graphs import CudaGraphs
 from triptych.accel.gelu import fuse_gelu
 from triptych.accel.prompts import PromptCache
 from triptych.accel.prompts import install as install_prompts
@@ -69,8 +70,11 @@ def accelerate(
     Raises `ConfigError` when what is asked for by name cannot take effect.
     """
     done: list[Technique] = []
+    text_encoders = {name: model for name, model in modules.items() if _is_text_encoder(model)}
+    if batcher is not None:
+        done += [_batching(name, model, batcher) for name, model in text_encoders.items()]
     if prompts is not None:
-        done += [_prompts(name, model, prompts) for name, model in modules.items() if _is_text_encoder(model)]
+        done += [_prompts(name, model, prompts) for name, model in text_encoders.items()]
     wish, backend = backend, attention.preferred(backend, device)
     denoisers = {name: model for name, model in modules.items() if quant.repeated_blocks(model)}
     for name, model in denoisers.items():
@@ -83,11 +87,11 @@ def accelerate(
             layers = quant.quantise(model, kind, device)
             done.append(Technique(name=f"{name}: {kind}", on=True, why=f"{layers} linear layers"))
         if profile != "stock":
+            if not step_cache:  # which decides in the middle of a forward
+                done.append(_graphs(name, model, device))
             done += _fuse_and_compile(name, model, device, dtype, gelu=kind == "none")
         if batcher is not None:
-            batcher.install(model)
-            why = f"forwards of up to {batcher.most} requests, where that is faster"
-            done.append(Technique(name=f"{name}: batching", on=True, why=why))
+            done.append(_batching(name, model, batcher))
         if step_cache:
             done.append(_step_cache(name, model, step_cache, memory, tally or Tally()))
     for name, model in modules.items():
@@ -102,6 +106,12 @@ def _is_text_encoder(model: nn.Module) -> bool:
     return isinstance(model, PreTrainedModel) and getattr(model, "main_input_name", "input_ids") == "input_ids"
 
 
+def _batching(name: str, model: nn.Module, batcher: ForwardBatcher) -> Technique:
+    batcher.install(model)
+    why = f"forwards of up to {batcher.most} requests, where that is faster"
+    return Technique(name=f"{name}: batching", on=True, why=why)
+
+
 def _prompts(name: str, model: nn.Module, cache: PromptCache) -> Technique:
     install_prompts(model, cache, name)
     why = f"embeddings of up to {cache.max_bytes >> 20} MiB"
@@ -113,6 +123,17 @@ def _step_cache(name: str, model: nn.Module, threshold: float, memory: StepMemor
         raise ConfigError(f"step-cache={threshold}: this model's steps are its pipeline's own, which gives it no room")
     step_caching.install(model, name, threshold, memory, tally)
     return Technique(name=f"{name}: step cache", on=True, why=f"threshold {threshold}")
+
+
+def _graphs(name: str, model: nn.Module, device: torch.device) -> Technique:
+    """To be called before whatever else is put around the forward, which may look at numbers."""
+    if device.type != "cuda":
+        return Technique(name=f"{name}: CUDA graphs", on=False, why="needs CUDA")
+    if torch.distributed.is_available() and torch.distributed.is_initialized():
+        # each would decide by its own clock, and a collective in a recording needs all of them
+        return Technique(name=f"{name}: CUDA graphs", on=False, why="several GPUs compute together")
+    CudaGraphs().install(model)
+    return Technique(name=f"{name}: CUDA graphs", on=True, why="for shapes that are measured to gain", exact=True)
 
 
 def _attention(
@@ -152,7 +173,7 @@ def _fuse_and_compile(
         changed = _fuse(model) + (fuse_gelu(model) if gelu else 0)
         done.append(Technique(name=f"{name}: fused kernels", on=changed > 0, why=f"{changed} modules"))
     varying = type(model).__name__ in _TEXT_OF_ANY_LENGTH
-    compile_blocks(model, tuned=gelu, varying=varying)
+    compile_blocks(model, tuned=gelu and not varying, varying=varying)
     why = f"{len(quant.repeated_blocks(model))} repeated blocks, one graph per shape"
     return [*done, Technique(name=f"{name}: compile", on=True, why=why)]
 
@@ -176,8 +197,8 @@ def compile_blocks(model: nn.Module, *, tuned: bool, varying: bool) -> None:
     """Compile the repeated blocks, one static graph per shape; when lengths are ``varying``, one graph for all lengths
     as soon as a second one is met.
 
-    ``tuned``: with pointwise kernels tuned one by one. Quantised layers bring so many of those that tuning them takes
-    minutes, for less than a hundredth of the time.
+    ``tuned``: with pointwise kernels tuned one by one. Quantised layers bring so many of those, and graphs for several
+    lengths so many times as much, that tuning takes minutes, for less than a hundredth of the time.
     """
     set_up_compiler()
     compiled: Any = model

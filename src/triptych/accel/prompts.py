@@ -53,6 +53,8 @@ class PromptCache:
         return pytree.tree_unflatten([_copied(leaf) for leaf in leaves], spec)
 
     def _keep(self, key: bytes, answer: Any) -> None:
+        if key in self._answers:  # two requests came to the same prompt at once
+            return
         leaves, spec = pytree.tree_flatten(answer)
         nbytes = sum(leaf.nbytes for leaf in leaves if isinstance(leaf, Tensor))
         if nbytes > self.max_bytes or not all(isinstance(leaf, (Tensor, *_PLAIN)) for leaf in leaves):

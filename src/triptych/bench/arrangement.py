@@ -20,7 +20,7 @@ from triptych.launch.ports import free_ports
 Gpus: TypeAlias = Mapping[Role, list[list[int]]]
 """GPUs of each instance of each role."""
 
-_NOTE = re.compile(r"loaded model=|warmed up for|: (on|off) \(")
+_NOTE = re.compile(r"loaded model=| read in |warmed up for|: (on|off) \(")
 _READY_SECONDS: Final = 1800.0
 
 

@@ -201,7 +201,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--stock-repeats", type=int, default=1, help="counted stock requests (default: %(default)s)")
     parser.add_argument(
         "--option", action="append", default=[], metavar="NAME=VALUE",
-        help="an option of `triptych serve` for every process, e.g. profile=lossless; may be repeated",
+        help="an option of `triptych serve` for every process, e.g. profile=lossless or batching=true; may be repeated",
     )  # fmt: skip
     parser.add_argument("--json", type=Path, metavar="FILE", help="write the rows there too")
     return parser
@@ -267,11 +267,11 @@ def _gpu_lists(flag: str, text: str) -> list[list[int]]:
         raise ConfigError(f"{flag} {text!r}: must be GPU numbers with semicolons, one for each instance") from None
 
 
-def _options(pairs: Sequence[str]) -> dict[str, str]:
-    options: dict[str, str] = {}
+def _options(pairs: Sequence[str]) -> dict[str, str | bool]:
+    options: dict[str, str | bool] = {}
     for pair in pairs:
         name, found, value = pair.partition("=")
         if not found:
             raise ConfigError(f"--option {pair!r}: must look like NAME=VALUE")
-        options[name.replace("-", "_")] = value
+        options[name.replace("-", "_")] = {"true": True, "false": False}.get(value, value)
     return options

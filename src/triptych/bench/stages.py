@@ -40,6 +40,8 @@ class Row:
     """Floor time over this time; None where the floor is not known."""
     error: float | None
     peak_gib: float
+    first: float = 0.0
+    """Seconds of the first call, which compiles; 0 where nothing is compiled."""
 
 
 STAGES = ("text", "denoiser", "decoder")
@@ -109,7 +111,7 @@ def _denoiser(name: str, shape: Shape, profiles: tuple[Profile, ...], repeats: i
     for profile in order:
         model = synth.build(name, "transformer", device, torch.bfloat16)
         accelerate({"transformer": model}, device=device, dtype=torch.bfloat16, profile=profile)
-        output = call(model)
+        output, first = _first(lambda model=model: call(model))
         seconds, peak = _measure(lambda model=model: call(model), repeats)
         if profile == "stock":
             stock_seconds, reference = seconds, output
@@ -122,6 +124,7 @@ def _denoiser(name: str, shape: Shape, profiles: tuple[Profile, ...], repeats: i
             floor_share=None if work is None else work / _PEAK_TFLOPS / seconds,
             error=_relative(output, reference) if profile != "stock" else None,
             peak_gib=peak,
+            first=first,
         )
         del model, output
         torch.cuda.empty_cache()
@@ -141,7 +144,7 @@ def _decoder(name: str, shape: Shape, profiles: tuple[Profile, ...], repeats: in
     for profile in order:
         vae: Any = synth.build(name, "vae", device, torch.float32).to(torch.bfloat16)
         accelerate({"vae": vae}, device=device, dtype=torch.bfloat16, profile=profile)
-        output = vae.decode(latents, return_dict=False)[0]
+        output, first = _first(lambda vae=vae: vae.decode(latents, return_dict=False)[0])
         seconds, peak = _measure(lambda vae=vae: vae.decode(latents, return_dict=False)[0], max(3, repeats // 2))
         stock_seconds = stock_seconds or seconds
         yield Row(
@@ -152,9 +155,18 @@ def _decoder(name: str, shape: Shape, profiles: tuple[Profile, ...], repeats: in
             floor_share=None,
             error=_relative(output.cpu(), reference),
             peak_gib=peak,
+            first=first,
         )
         del vae, output
         torch.cuda.empty_cache()
+
+
+def _first(call: Callable[[], torch.Tensor]) -> tuple[torch.Tensor, float]:
+    """The result of the first call and what it took."""
+    start = time.perf_counter()
+    output = call()
+    torch.cuda.synchronize()
+    return output, time.perf_counter() - start
 
 
 def _measure(call: Callable[[], object], repeats: int) -> tuple[float, float]:
@@ -188,7 +200,7 @@ def _relative(output: torch.Tensor, reference: torch.Tensor) -> float:
 def print_rows(rows: list[Row], title: str) -> None:
     """The rows as a table on standard output."""
     table = Table(title=title)
-    for column in ("stage", "variant", "ms", "x stock", "share of floor", "relative error", "peak GiB"):
+    for column in ("stage", "variant", "ms", "x stock", "share of floor", "relative error", "peak GiB", "first s"):
         table.add_column(column, justify="left" if column in ("stage", "variant") else "right")
     for row in rows:
         table.add_row(
@@ -199,6 +211,7 @@ def print_rows(rows: list[Row], title: str) -> None:
             "" if row.floor_share is None else f"{row.floor_share:.0%}",
             "" if row.error is None else f"{row.error:.2e}",
             f"{row.peak_gib:.1f}",
+            f"{row.first:.1f}" if row.first else "",
         )
     Console().print(table)
 
@@ -215,7 +228,10 @@ def main(argv: Sequence[str]) -> int:
     stages = args.stages.split(",")
     if unknown := set(stages).difference(STAGES):
         raise ConfigError(f"--stages {args.stages!r}: {', '.join(sorted(unknown))} is none of {', '.join(STAGES)}")
-    rows = list(run(args.size, parse_shape("--shape", args.shape), _profiles(args.profiles), args.repeats, stages))
+    rows: list[Row] = []
+    for row in run(args.size, parse_shape("--shape", args.shape), _profiles(args.profiles), args.repeats, stages):
+        rows.append(row)
+        print(f"{row.stage}, {row.variant}: {row.seconds * 1e3:.1f} ms, first call {row.first:.1f} s", flush=True)
     print_rows(rows, f"{args.size}, {args.shape}, {torch.cuda.get_device_name()}, torch {torch.__version__}")
     return 0
 

@@ -58,7 +58,7 @@ def load_pipeline(
     present = index_components(index)
     _check_overrides(model.components, present)
     if modular_counterpart(index) is None:
-        if model.batching and Role.DENOISER in roles:
+        if model.batching and roles != (Role.DECODER,):
             raise ConfigError(f"batching: {index['_class_name']} is split by replaying its own loop, which runs alone")
         replayed = load_replay(model, index, roles, device, functools.partial(_accelerate, tally=tally))
         rehearse(replayed, None, model.warmup, denoisers=1, tally=tally)
@@ -78,7 +78,7 @@ def load_pipeline(
         for name in wanted
     }
     clock = StepClock()
-    batcher = ForwardBatcher() if model.batching and Role.DENOISER in roles else None
+    batcher = ForwardBatcher() if model.batching else None
     techniques = _accelerate(model, loaded, torch.device(device), dtype, tally, clock.memory, batcher)
     pipeline = ModularRolePipeline(
         loaded={role: _role_pipeline(role, whole, index, parts, loaded, stand_ins) for role in ROLES if role in roles},

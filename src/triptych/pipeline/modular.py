@@ -24,7 +24,7 @@ from triptych.pipeline.request import complete, first_state, guider_settings
 from triptych.pipeline.shift import shifted
 from triptych.pipeline.stage import Clip, StageOutput, StageResult, StageRun
 from triptych.pipeline.steps import StepClock, SteppedBlock, exact_timestep
-from triptych.pipeline.together import advance_together
+from triptych.pipeline.together import Once, advance_together
 from triptych.wire.schema import RequestSchema
 
 
@@ -107,11 +107,13 @@ class ModularRolePipeline:
         return self._batcher is not None
 
     def advance_together(self, runs: Sequence[StageRun]) -> list[StageResult | Exception | None]:
-        """One step of several denoising runs; see `Together`."""
+        """One step of several denoising runs, or several encodings; see `Together`."""
         assert self._batcher is not None
         stages = [run for run in runs if isinstance(run, _DenoiseStage)]
+        if not stages:
+            return advance_together(Role.ENCODER, [Once(run.advance) for run in runs], self._batcher)
         assert len(stages) == len(runs)
-        states = advance_together([stage.stepped for stage in stages], self._batcher)
+        states = advance_together(Role.DENOISER, [stage.stepped for stage in stages], self._batcher)
         return [state if state is None or isinstance(state, Exception) else self.denoised(state) for state in states]
 
     def denoised(self, state: Any) -> StageResult:

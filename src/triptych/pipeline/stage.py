@@ -100,7 +100,7 @@ class Streaming(Protocol):
 
 @runtime_checkable
 class Together(Protocol):
-    """A `RolePipeline` that can compute one step of several denoising runs at once."""
+    """A `RolePipeline` that can compute one step of several denoising runs, or several encodings, at once."""
 
     @property
     def joins(self) -> bool:
@@ -108,7 +108,7 @@ class Together(Protocol):
         ...
 
     def advance_together(self, runs: Sequence[StageRun]) -> list[StageResult | Exception | None]:
-        """Advance each of ``runs``, which are its own, by one step: what `StageRun.advance` gives, or raises, of each.
+        """Advance each of ``runs``, all its own and of one role, by one step: what `StageRun.advance` gives, or raises.
 
         Results differ from those of runs that advance alone by rounding.
         """

@@ -1,27 +1,65 @@
-"""One step of several requests at once: their loops run up to each call of the model, and the calls are joined."""
+"""One step of several requests at once: each runs up to its next call of a model, and the calls are joined."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any, TypeAlias
+from typing import Any, Protocol, TypeAlias
+
+from greenlet import getcurrent, greenlet
 
 from triptych.accel.batching import Call, ForwardBatcher
+from triptych.errors import StageError
 from triptych.ids import Role
 from triptych.pipeline.guard import guarded
-from triptych.pipeline.steps import SteppedBlock
 
 Outcome: TypeAlias = Any
-"""What `SteppedBlock.advance` gives, or the exception that it raises: one run's failure is not the others'."""
+"""What a step gives, or the exception that it raises: one run's failure is not the others'."""
 
 
-def advance_together(runs: Sequence[SteppedBlock], batcher: ForwardBatcher) -> list[Outcome]:
-    """Advance every run by one step; the outcomes are in the order of ``runs``."""
+class Parkable(Protocol):
+    """A run that stops at calls of a model while calls are collected."""
+
+    def advance(self) -> Any:
+        """Begin a step: what it gives, or the `Call` that it came to."""
+        ...
+
+    def resume(self, call: Call) -> Any:
+        """Go on with the step after ``call``, which has been computed; gives what `advance` does."""
+        ...
+
+
+class Once:
+    """A computation without steps of its own as a `Parkable`."""
+
+    def __init__(self, compute: Callable[[], Any]) -> None:
+        self._greenlet = greenlet(compute)
+
+    def advance(self) -> Any:
+        """Compute up to the first call, or to the end."""
+        return self._switch(lambda run: run.switch())
+
+    def resume(self, call: Call) -> Any:
+        """Compute up to the next call, or to the end."""
+        error = call.error
+        if error is not None:
+            return self._switch(lambda run: run.throw(error))
+        return self._switch(lambda run: run.switch(call.result))
+
+    def _switch(self, into: Callable[[greenlet], Any]) -> Any:
+        if self._greenlet.dead:
+            raise StageError("the run is over")
+        self._greenlet.parent = getcurrent()
+        return into(self._greenlet)
+
+
+def advance_together(role: Role, runs: Sequence[Parkable], batcher: ForwardBatcher) -> list[Outcome]:
+    """Advance every run of a ``role`` by one step; the outcomes are in the order of ``runs``."""
     outcomes: list[Outcome] = [None] * len(runs)
     parked: dict[int, Call] = {}
 
     def go(index: int, advance: Callable[[], Any]) -> None:
         try:
-            with guarded(Role.DENOISER):
+            with guarded(role):
                 outcome = advance()
         except Exception as error:
             outcome = error

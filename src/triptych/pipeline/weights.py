@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import logging
 import tempfile
+import time
 from pathlib import Path
 from typing import Any
 
@@ -10,6 +12,8 @@ import torch
 
 from triptych.errors import ModelError
 from triptych.pipeline.standin import component_class, meta_module
+
+log = logging.getLogger(__name__)
 
 SAFETENSORS = ".safetensors"
 
@@ -25,6 +29,7 @@ def load_component(
     Raises `ModelError` that names the component.
     """
     kind: Any = component_class(name, *entry)
+    begun = time.perf_counter()
     source = folder / name if override is None else Path(override).expanduser()
     try:
         if not issubclass(kind, torch.nn.Module):
@@ -32,7 +37,13 @@ def load_component(
         module = _module(folder, name, kind, source, dtype, device)
     except (OSError, ValueError, RuntimeError, ImportError, KeyError, TypeError) as error:
         raise ModelError(f"component {name!r} cannot be loaded from {str(source)!r}: {error}") from error
-    return module.to(device).eval().requires_grad_(False)
+    module = module.to(device).eval().requires_grad_(False)
+    nbytes = sum(tensor.nbytes for tensor in (*module.parameters(), *module.buffers()))
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+    seconds = time.perf_counter() - begun
+    log.info("%s: %.2f GiB read in %.2f s (%.2f GB/s)", name, nbytes / (1 << 30), seconds, nbytes / seconds / 1e9)
+    return module
 
 
 def _module(

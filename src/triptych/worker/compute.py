@@ -174,9 +174,10 @@ class ComputeThread(WorkerThread[ComputeJob]):
     def _next(self, pipeline: RolePipeline) -> list[_Running]:
         """The stage whose turn it is, with all others that can share it."""
         first = self._running.popleft()
-        if first.ticket.lease.role is not Role.DENOISER or not isinstance(pipeline, Together) or not pipeline.joins:
+        role = first.ticket.lease.role
+        if role is Role.DECODER or not isinstance(pipeline, Together) or not pipeline.joins:
             return [first]
-        others = [running for running in self._running if running.ticket.lease.role is Role.DENOISER]
+        others = [running for running in self._running if running.ticket.lease.role is role]
         self._running = deque(running for running in self._running if running not in others)
         return [first, *others]
 

@@ -1,0 +1,163 @@
+"""CUDA graphs of whole forwards, for shapes so small that the host cannot launch kernels as fast as the GPU runs them.
+
+A forward is recorded once for each kind of call and then replayed as one launch. Whether that helps is measured on the
+first calls of a kind: a forward that takes long on the GPU is left alone, and of the others those are replayed that a
+recording makes faster. Replaying runs the same kernels, so the bytes are the same.
+"""
+
+from __future__ import annotations
+
+import functools
+import logging
+import time
+from collections import OrderedDict
+from collections.abc import Callable, Hashable
+from dataclasses import dataclass, field
+from typing import Any, Final
+
+import torch
+from torch import Tensor, nn
+from torch.utils import _pytree as pytree
+
+from triptych.accel.batching import Call, call_of
+
+log = logging.getLogger(__name__)
+
+_LONG: Final = 0.05
+"""A forward of so many seconds hides its launches."""
+_GAIN: Final = 0.9
+"""A recording is kept when it takes less than this share of the forward's time."""
+_MOST: Final = 8
+"""Recordings kept; each holds the memory of one forward."""
+_MOST_KINDS: Final = 64
+"""Kinds of calls that are looked at; a model that has more is called with something that changes every time."""
+
+
+@dataclass(kw_only=True, slots=True)
+class _Recording:
+    """A recorded forward with its own inputs and outputs."""
+
+    graph: torch.cuda.CUDAGraph
+    inputs: list[Any]
+    outputs: list[Any]
+    spec: Any
+
+    def replay(self, leaves: list[Any]) -> Any:
+        for mine, given in zip(self.inputs, leaves, strict=True):
+            if isinstance(mine, Tensor):
+                mine.copy_(given)
+        self.graph.replay()
+        copies = [out.clone() if isinstance(out, Tensor) else out for out in self.outputs]
+        return pytree.tree_unflatten(copies, self.spec)
+
+
+@dataclass(kw_only=True, slots=True)
+class _Kind:
+    """Calls of equal shapes: how many were seen, and what came of looking at them."""
+
+    calls: int = 0
+    settled: bool = False
+    recording: _Recording | None = None
+
+
+@dataclass(kw_only=True, slots=True)
+class CudaGraphs:
+    """Recordings of one model's forwards. Used from one thread."""
+
+    _kinds: OrderedDict[Hashable, _Kind] = field(default_factory=OrderedDict[Hashable, _Kind])
+
+    def install(self, model: nn.Module) -> None:
+        """Have the forwards of ``model`` go through this."""
+        compute: Callable[..., Any] = model.forward
+
+        @functools.wraps(compute)
+        def forward(*args: Any, **kwargs: Any) -> Any:
+            call = call_of(compute, args, kwargs)
+            if not _recordable(call.leaves) or (call.key not in self._kinds and len(self._kinds) >= _MOST_KINDS):
+                return compute(*args, **kwargs)
+            kind = self._kinds.setdefault(call.key, _Kind())
+            if not kind.settled:
+                return self._look(kind, lambda: compute(*args, **kwargs), compute, call)
+            if kind.recording is None:
+                return compute(*args, **kwargs)
+            self._kinds.move_to_end(call.key)
+            return kind.recording.replay(call.leaves)
+
+        model.forward = forward
+
+    @property
+    def recordings(self) -> int:
+        """How many kinds of calls are replayed."""
+        return sum(kind.recording is not None for kind in self._kinds.values())
+
+    def _look(self, kind: _Kind, run: Callable[[], Any], compute: Callable[..., Any], call: Call) -> Any:
+        """One of the first calls of a kind: the first may compile, the second is timed, the third is recorded."""
+        kind.calls += 1
+        if kind.calls == 1:
+            return run()
+        if kind.calls == 2:
+            torch.cuda.synchronize()
+            begun = time.perf_counter()
+            result = run()
+            torch.cuda.synchronize()
+            kind.settled = time.perf_counter() - begun > _LONG
+            return result
+        kind.settled = True
+        kind.recording = _recorded(compute, call)
+        self._forget_oldest()
+        return run()
+
+    def _forget_oldest(self) -> None:
+        recorded = [kind for kind in self._kinds.values() if kind.recording is not None]
+        for kind in recorded[: max(0, len(recorded) - _MOST)]:
+            kind.recording = None
+
+
+def _recorded(compute: Callable[..., Any], call: Call) -> _Recording | None:
+    """A recording, if it is faster than what it records."""
+    inputs = [leaf.clone() if isinstance(leaf, Tensor) else leaf for leaf in call.leaves]
+    args, kwargs = pytree.tree_unflatten(inputs, call.spec)
+    plain = _seconds(lambda: compute(*args, **kwargs))
+    try:
+        recording = _record(compute, inputs, call.spec)
+    except RuntimeError as error:  # something in the forward waits for the GPU or reads from it
+        log.info("no CUDA graph: %s", str(error).splitlines()[0])
+        return None
+    replayed = _seconds(lambda: recording.replay(call.leaves))
+    kept = replayed < _GAIN * plain
+    log.info("CUDA graph %s: %.2f ms, launched one by one %.2f ms", _WORD[kept], replayed * 1e3, plain * 1e3)
+    return recording if kept else None
+
+
+def _recordable(leaves: list[Any]) -> bool:
+    """Whether a call's arguments are tensors on the GPU and plain values, and nothing else."""
+    return all(
+        leaf.is_cuda if isinstance(leaf, Tensor) else isinstance(leaf, bool | int | float | str | None | list)
+        for leaf in leaves
+    ) and not any(isinstance(part, Tensor) for part in pytree.tree_leaves([x for x in leaves if isinstance(x, list)]))
+
+
+_WORD: Final = {True: "kept", False: "dropped"}
+
+
+def _record(compute: Callable[..., Any], inputs: list[Any], spec: Any) -> _Recording:
+    args, kwargs = pytree.tree_unflatten(inputs, spec)
+    graph = torch.cuda.CUDAGraph()
+    torch.cuda.synchronize()
+    # Other threads copy tensors meanwhile, which is none of this recording's business.
+    with torch.cuda.graph(graph, capture_error_mode="thread_local"):
+        made = compute(*args, **kwargs)
+    outputs, out_spec = pytree.tree_flatten(made)
+    return _Recording(graph=graph, inputs=inputs, outputs=outputs, spec=out_spec)
+
+
+def _seconds(run: Callable[[], object]) -> float:
+    """The shortest of three runs."""
+    samples: list[float] = []
+    for _ in range(3):
+        torch.cuda.synchronize()
+        begun = time.perf_counter()
+        run()
+        torch.cuda.synchronize()
+        samples.append(time.perf_counter() - begun)
+    return min(samples)
