@@ -24,6 +24,7 @@ METRICS_OFFSET = 10_000
 DispatchPolicy = Literal["round_robin", "max_free_slots"]
 DeviceType = Literal["cuda", "cpu"]
 DTypeName = Literal["float32", "bfloat16", "float16"]
+Task = Literal["text-to-image", "image-to-image", "inpainting", "text-to-video", "image-to-video"]
 Profile = Literal["stock", "lossless", "fast"]
 Quantisation = Literal["none", "fp8", "int8"]
 TransferKind = Literal["auto", "local", "shm", "mooncake"]
@@ -91,6 +92,9 @@ class ModelConfig:
 
     path: str
     """A Diffusers-layout folder, a Hub id, or the name of an embedded model (``tiny``)."""
+    task: Task | None = None
+    """What to do with the weights, where Diffusers has a pipeline of the same family for it; None: what the model's
+    index names."""
     device: DeviceType = "cuda"
     dtype: DTypeName | None = None
     """None: bfloat16 on CUDA, float32 on CPU."""

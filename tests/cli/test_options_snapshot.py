@@ -31,6 +31,7 @@ SERVE_OPTIONS = {
     "--disagg-ib-device": None,
     "--disagg-transfer-pool-size": 268435456,
     "--disagg-transfer": "auto",
+    "--task": None,
     "--component": None,
     "--default": None,
     "--profile": "stock",

@@ -229,13 +229,18 @@ def flux(folder: Path) -> None:
     ).save_pretrained(folder)  # fmt: skip
 
 
-def z_image(folder: Path) -> None:
-    """Z-Image text-to-image."""
+def chat_tokenizer() -> Qwen2Tokenizer:
     tokenizer = qwen_tokenizer()
     tokenizer.chat_template = (
         "{% for m in messages %}<|im_start|>{{ m['role'] }}\n{{ m['content'] }}<|im_end|>\n{% endfor %}"
         "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
     )
+    return tokenizer
+
+
+def z_image(folder: Path) -> None:
+    """Z-Image text-to-image."""
+    tokenizer = chat_tokenizer()
     text_encoder = Qwen3Config(
         hidden_size=16, intermediate_size=16, num_hidden_layers=2, num_attention_heads=2, num_key_value_heads=2,
         vocab_size=len(tokenizer) + 6, max_position_embeddings=512, head_dim=8,

@@ -9,10 +9,8 @@ from typing import Any
 from diffusers import (
     AutoencoderKLCogVideoX,
     AutoencoderKLHunyuanVideo,
-    AutoencoderKLHunyuanVideo15,
     AutoencoderKLMochi,
     AutoencoderKLTemporalDecoder,
-    ClassifierFreeGuidance,
     CogVideoXDDIMScheduler,
     CogVideoXDPMScheduler,
     CogVideoXImageToVideoPipeline,
@@ -20,8 +18,6 @@ from diffusers import (
     CogVideoXTransformer3DModel,
     EulerDiscreteScheduler,
     FlowMatchEulerDiscreteScheduler,
-    HunyuanVideo15Pipeline,
-    HunyuanVideo15Transformer3DModel,
     HunyuanVideoPipeline,
     HunyuanVideoTransformer3DModel,
     MochiPipeline,
@@ -30,15 +26,12 @@ from diffusers import (
     UNetSpatioTemporalConditionModel,
 )
 from transformers import (
-    ByT5Tokenizer,
     CLIPImageProcessorPil,
     CLIPTextModel,
     CLIPVisionConfig,
     CLIPVisionModelWithProjection,
     LlamaConfig,
     LlamaModel,
-    Qwen2_5_VLTextConfig,
-    Qwen2_5_VLTextModel,
 )
 
 from .checkpoints import clip_tokenizer, qwen_tokenizer, seeded, t5_tokenizer
@@ -162,35 +155,6 @@ def hunyuan_video(folder: Path) -> None:
     ).save_pretrained(folder)  # fmt: skip
 
 
-def hunyuan_video15(folder: Path) -> None:
-    """HunyuanVideo1.5 text-to-video: guidance by a guider, which is a component and no argument of the call."""
-    tokenizer, glyphs = qwen_tokenizer(), ByT5Tokenizer()
-    tokenizer.chat_template = "{% for m in messages %}{{ m['content'] }}{% endfor %}"
-    text = Qwen2_5_VLTextConfig(
-        vocab_size=len(tokenizer) + 8, hidden_size=16, intermediate_size=16, num_hidden_layers=3,
-        num_attention_heads=2, num_key_value_heads=2, pad_token_id=tokenizer.pad_token_id, bos_token_id=0,
-        eos_token_id=1, rope_parameters={"mrope_section": [1, 1, 2], "rope_type": "default", "rope_theta": 1e6},
-    )  # fmt: skip
-    HunyuanVideo15Pipeline(
-        text_encoder=seeded(Qwen2_5_VLTextModel, text),
-        tokenizer=tokenizer,
-        text_encoder_2=t5(glyphs),
-        tokenizer_2=glyphs,
-        transformer=seeded(
-            HunyuanVideo15Transformer3DModel,
-            in_channels=9, out_channels=4, num_attention_heads=2, attention_head_dim=8, num_layers=1,
-            num_refiner_layers=1, text_embed_dim=16, text_embed_2_dim=32, image_embed_dim=8, rope_axes_dim=(2, 2, 4),
-            target_size=32, task_type="t2v",
-        ),
-        vae=seeded(
-            AutoencoderKLHunyuanVideo15,
-            latent_channels=4, block_out_channels=(8, 8, 8, 8, 8), layers_per_block=1,
-        ),
-        scheduler=FlowMatchEulerDiscreteScheduler(shift=5.0),
-        guider=ClassifierFreeGuidance(guidance_scale=6.0),
-    ).save_pretrained(folder)  # fmt: skip
-
-
 def mochi(folder: Path) -> None:
     """Mochi text-to-video: flipped sigmas, twelve latent channels with their own statistics."""
     tokenizer = t5_tokenizer()
@@ -217,7 +181,6 @@ CLASSIC_BUILDERS: dict[str, Callable[[Path], None]] = {
     "cogvideox_i2v": cogvideox_i2v,
     "svd": svd,
     "hunyuan_video": hunyuan_video,
-    "hunyuan_video15": hunyuan_video15,
     "mochi": mochi,
     "sdxl": sdxl,
     "stable_diffusion": stable_diffusion,

@@ -37,8 +37,6 @@ REQUESTS: dict[str, dict[str, Any]] = {
     "svd": {"height": 32, "width": 64, "num_frames": 3, "num_inference_steps": 2, "guidance_scale": 3.0, "fps": 7,
             "image": True},
     "hunyuan_video": VIDEO | {"num_frames": 5, "guidance_scale": 4.0},
-    "hunyuan_video15": {"prompt": "a cat runs", "negative_prompt": "bad dog", "height": 32, "width": 64,
-                        "num_frames": 5, "num_inference_steps": 3, "guidance_scale": 4.0},
     "mochi": VIDEO | {"negative_prompt": "bad dog", "num_frames": 7, "guidance_scale": 4.5},
     "sdxl": IMAGE | {"guidance_scale": 5.0},
     "stable_diffusion": IMAGE | {"guidance_scale": 7.5},
@@ -76,8 +74,6 @@ def whole(folder: Path, request: dict[str, Any], seed: int, dtype: torch.dtype =
     accepted = inspect.signature(pipeline.__call__).parameters
     if "max_guidance_scale" in accepted:
         arguments["max_guidance_scale"] = arguments.pop("guidance_scale")
-    elif "guidance_scale" not in accepted:
-        pipeline.guider = pipeline.guider.new(guidance_scale=arguments.pop("guidance_scale"))
     count = arguments.pop("n", 1)
     arguments |= {name: count for name in ("num_images_per_prompt", "num_videos_per_prompt") if name in accepted}
     result = pipeline(**arguments, generator=torch.Generator("cpu").manual_seed(seed), output_type="pil")

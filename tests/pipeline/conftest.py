@@ -19,14 +19,17 @@ def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path
     from triptych.pipeline.load import quiet_libraries
 
     from .checkpoints import BUILDERS
+    from .modular_image_checkpoints import IMAGE_BUILDERS
+    from .modular_video_checkpoints import VIDEO_BUILDERS
 
     quiet_libraries()
+    builders = BUILDERS | IMAGE_BUILDERS | VIDEO_BUILDERS
     built: dict[str, Path] = {}
 
     def get(family: str) -> Path:
         if family not in built:
             built[family] = tmp_path_factory.mktemp(family) / "model"
-            BUILDERS[family](built[family])
+            builders[family](built[family])
         return built[family]
 
     return get

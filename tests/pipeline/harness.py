@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from triptych.config import ModelConfig
+from triptych.config import ModelConfig, Task
 from triptych.ids import ROLES, Role
 from triptych.pipeline.load import load_pipeline
 from triptych.pipeline.modular import ModularRolePipeline
@@ -19,10 +19,12 @@ from triptych.pipeline.stage import Clip, StageOutput, StageResult, StageRun
 Inbox = dict[Role, list[tuple[bytes, list[torch.Tensor]]]]
 
 ROLE_WEIGHTS = {
-    Role.ENCODER: ("text_encoder", "text_encoder_2", "image_encoder", "vision_language_encoder"),
+    Role.ENCODER: (
+        "text_encoder", "text_encoder_2", "text_encoder_3", "image_encoder", "vision_language_encoder", "connectors",
+    ),
     Role.DENOISER: ("transformer", "transformer_2", "unet"),
-    Role.DECODER: ("vae", "safety_checker"),
-}
+    Role.DECODER: ("vae", "audio_vae", "vocoder", "safety_checker"),
+}  # fmt: skip
 
 
 def lone_folder(model: Path, role: Role, target: Path, *, keeps: Sequence[str] = ()) -> Path:
@@ -38,12 +40,14 @@ def lone_folder(model: Path, role: Role, target: Path, *, keeps: Sequence[str] =
 class Trio:
     """A model as three processes would hold it: one pipeline a role, each from a folder with that role's weights."""
 
-    def __init__(self, model: Path, work: Path, *, dtype: Any = None, encoder_keeps: Sequence[str] = ()) -> None:
+    def __init__(
+        self, model: Path, work: Path, *, dtype: Any = None, encoder_keeps: Sequence[str] = (), task: Task | None = None
+    ) -> None:
         self.pipelines: dict[Role, ModularRolePipeline] = {}
         for role in ROLES:
             keeps = encoder_keeps if role is Role.ENCODER else ()
             folder = lone_folder(model, role, work / role, keeps=keeps)
-            config = ModelConfig(path=str(folder), device="cpu", dtype=dtype)
+            config = ModelConfig(path=str(folder), device="cpu", dtype=dtype, task=task)
             self.pipelines[role] = load_pipeline(config, (role,), "cpu")
 
     @classmethod

@@ -64,7 +64,7 @@ def test_a_count_that_the_call_overrules_is_no_parameter() -> None:
         ("LTX2Pipeline", "it decodes in several ways: audio_vae.decode, vae.decode"),
         ("JoyImageEditPlusPipeline", "it calls vae.decode in a loop"),
         ("StableAudioPipeline", "it makes audios, neither images nor video"),
-        ("StableDiffusionInpaintPipeline", "it works on mask_image, which requests cannot carry"),
+        ("StableDiffusionControlNetInpaintPipeline", "it works on control_image, which requests cannot carry"),
         ("DiTPipeline", "it works on class_labels, which requests cannot carry"),
     ],
 )

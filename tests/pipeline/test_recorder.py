@@ -25,8 +25,8 @@ MIXED: list[tuple[str, dict[str, Any]]] = [
     ("cogvideox_i2v", {"seed": 3}),
     ("cogvideox_i2v", {"seed": 4, "num_inference_steps": 4}),
     ("glm_image", {"seed": 5, "num_inference_steps": 4}),
-    ("hunyuan_video15", {"seed": 6}),
-    ("hunyuan_video15", {"seed": 7, "guidance_scale": 8.0, "num_inference_steps": 4}),
+    ("mochi", {"seed": 6}),
+    ("mochi", {"seed": 7, "guidance_scale": 8.0, "num_inference_steps": 4}),
 ]
 """CogVideoX1.5's scheduler draws noise in every step."""
 

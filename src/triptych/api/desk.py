@@ -14,7 +14,7 @@ from triptych.api.body import Body
 from triptych.api.idempotency import key_of
 from triptych.api.keys import CALLER
 from triptych.api.limits import Limits
-from triptych.api.orders import Order, Output, accepted, check_handoff, picture_params, read_order
+from triptych.api.orders import Order, Output, accepted, check_handoff, picture_fields, picture_params, read_order
 from triptych.api.ready import need_schema
 from triptych.api.references import References
 from triptych.api.views import metadata_of
@@ -43,9 +43,9 @@ class Desk:
         With ``paths`` pictures may be named by path and be plain base64.
         """
         schema = need_schema(self._service)
-        pictures = picture_params(schema, output)
+        pictures = picture_fields(schema, output)
         if pictures:
-            body = await self._references.resolve(body, ("input_reference", *pictures), paths=paths)
+            body = await self._references.resolve(body, pictures, paths=paths)
         order = await to_thread.run_sync(read_order, schema, body, output)
         check_handoff(schema, order.params, self._service.smallest_pool())
         return order
@@ -88,6 +88,7 @@ class Desk:
         schema = need_schema(self._service)
         if schema.param("prompt") is not None and body.fields.get("prompt") is None:
             raise BadRequest("prompt", "prompt: is required", code="missing_field")
+        spoken = picture_fields(schema, source.output)
         pictures = picture_params(schema, source.output)
         known = accepted(schema, source.output)
         fields: dict[str, Any] = {k: v for k, v in source.params.items() if k in known and k not in pictures}
@@ -97,7 +98,7 @@ class Desk:
             for old in replaced[name]:
                 fields.pop(old, None)
         uploads = dict(body.uploads)
-        given = {pictures[0] if name == "input_reference" and pictures else name for name in (*uploads, *body.fields)}
+        given = {spoken.get(name, name) for name in (*uploads, *body.fields)}
         for name in pictures:
             if name in source.params and name not in given:
                 uploads[name] = self._recall(source, name)

@@ -10,7 +10,7 @@ from fastapi.openapi.utils import get_openapi
 from triptych.api.keys import OPEN
 from triptych.api.openapi_params import FILE, REFERENCE, nullable, property_of, seconds_schema, size_pattern
 from triptych.api.openapi_tasks import KINDS, UNKNOWN, remix_body, task_body
-from triptych.api.orders import RESPONSE_FORMATS, Output, accepted, model_names, spoken
+from triptych.api.orders import RESPONSE_FORMATS, Output, accepted, model_names, picture_fields, spoken
 from triptych.wire.schema import Param, RequestSchema
 
 _PICTURES: Final = "image/png, image/jpeg, image/webp"
@@ -103,8 +103,10 @@ def request_body(schema: RequestSchema | None, output: Output, *, form: bool) ->
     body: dict[str, Any] = {"type": "object", "required": required, "additionalProperties": False}
     if pictures:
         first = pictures[0]
-        properties["input_reference"] = FILE if form else REFERENCE
-        exclusive.append(["input_reference", first])
+        for name, own in picture_fields(schema, output).items():
+            if name not in params:
+                properties[name] = FILE if form else REFERENCE
+                exclusive.append([name, own])
         if params[first].required:
             body["anyOf"] = [{"required": ["input_reference"]}, {"required": [first]}]
     if not form:  # a form has no way to say null

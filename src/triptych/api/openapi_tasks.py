@@ -6,7 +6,7 @@ from typing import Any, Final
 
 from triptych.api.openapi_params import FILE, REFERENCE, nullable, property_of, seconds_schema, size_pattern
 from triptych.api.orders import Output, accepted, model_names, picture_params
-from triptych.api.task_orders import LAST_FRAME, NEUTRAL, RENAMED, SUFFIXES
+from triptych.api.task_orders import NEUTRAL, PICTURES, RENAMED, SUFFIXES
 from triptych.wire.schema import RequestSchema
 
 KINDS: Final = (("application/json", ""), ("multipart/form-data", "Form"))
@@ -45,12 +45,13 @@ def task_body(schema: RequestSchema | None, output: Output, *, form: bool) -> di
             both = {"type": "array", "prefixItems": sides, "minItems": 2, "maxItems": 2}
             fields["target_shape"] = {"anyOf": [both, {"type": "array", "maxItems": 0}]}
             exclusive += [["target_shape", name] for name in ("aspect_ratio", "height", "width")]
-    names = [name for name in ("image_path", "last_frame_path")[: 1 + (LAST_FRAME in pictures)] if pictures]
-    for name in names:
-        fields[name.replace("_path", "_file") if form else name] = FILE if form else REFERENCE
     required = sorted(spoken.get(n, n) for n, p in params.items() if p.required and n not in pictures)
-    if pictures and params[pictures[0]].required:
-        required.append("image_file" if form else "image_path")
+    for name, own in PICTURES.items():
+        own = own or next(iter(pictures), "")
+        if name.endswith("_file") is form and own in pictures:
+            fields[name] = FILE if form else REFERENCE
+            if params[own].required:
+                required.append(name)
     for name, values in NEUTRAL.items():
         if values and name not in params and not form:
             fields[name] = {"enum": list(values), "description": "Accepted for its neutral value only."}

@@ -26,6 +26,22 @@ Output: TypeAlias = Literal["video", "image"]
 FORMATS: Final[Mapping[Output, tuple[str, ...]]] = {"video": ("mp4",), "image": ("png", "jpeg", "webp")}
 """Output to the formats that it can be had in; the first is the default."""
 
+PICTURE_ALIASES: Final[Mapping[str, str]] = {"last_frame": "last_image", "mask": "mask_image"}
+"""Clients' names of pictures to the pipelines', for models that do not have a parameter of the clients' name."""
+
+_THINGS: Final[Mapping[str, str]] = {
+    "prompt": "prompt",
+    "negative_prompt": "negative prompt",
+    "input_reference": "image",
+    "image": "image",
+    "last_frame": "last frame",
+    "last_image": "last frame",
+    "mask": "mask",
+    "mask_image": "mask",
+    "strength": "strength",
+}
+"""Fields that some models take, in words."""
+
 RESPONSE_FORMATS: Final = ("url", "b64_json")
 
 _FRESH_SEED_LIMIT: Final = 2**32
@@ -83,8 +99,7 @@ def spoken(schema: RequestSchema, output: Output) -> set[str]:
         names.add("size")
     if {"num_frames", "fps"} <= params.keys():
         names.add("seconds")
-    if _picture_param(params) is not None:
-        names.add("input_reference")
+    names.update(picture_fields(schema, output))
     if output == "image":
         names.add("response_format")
     return names
@@ -101,7 +116,7 @@ def read_order(schema: RequestSchema, body: Body, output: Output) -> Order:
     response_format = _response_format(given.pop("response_format", None))
     values = _size(params, given, form=body.form)
     duration = given.pop("seconds", None)
-    uploads = _uploads(params, body.uploads)
+    uploads = _uploads(params, picture_fields(schema, output), body.uploads)
     for name, value in given.items():
         values[name] = check(params[name], value, form=body.form)
     seconds = ""
@@ -111,6 +126,7 @@ def read_order(schema: RequestSchema, body: Body, output: Output) -> Order:
     pictures, images = _pictures(uploads)
     values.update(pictures)
     _fill(params, values)
+    _check_strength(values)
     if schema.param("n") is not None:
         values["n"] = count
     completed = _complete(schema, values, output)
@@ -142,8 +158,8 @@ def _known_only(schema: RequestSchema, output: Output, names: list[str]) -> None
     for name in names:
         if name in known:
             continue
-        if name in ("input_reference", "image"):
-            raise BadRequest(name, f"{name}: model {schema.model!r} ({schema.task}) takes no image")
+        if name in _THINGS:
+            raise BadRequest(name, f"{name}: model {schema.model!r} ({schema.task}) takes no {_THINGS[name]}")
         raise unknown_field(name, known)
 
 
@@ -199,22 +215,27 @@ def _seconds(values: Mapping[str, Any]) -> str:
     return f"{frames / fps:g}" if frames and fps else ""
 
 
-def _picture_param(params: Mapping[str, Param]) -> Param | None:
-    return next((p for p in params.values() if p.type in ("image", "images")), None)
-
-
 def picture_params(schema: RequestSchema, output: Output) -> list[str]:
     """Names of the parameters that take pictures; the first is what ``input_reference`` stands for."""
     return [p.name for p in accepted(schema, output).values() if p.type in ("image", "images")]
 
 
-def _uploads(params: Mapping[str, Param], uploads: Mapping[str, list[bytes]]) -> dict[str, tuple[Param, list[bytes]]]:
+def picture_fields(schema: RequestSchema, output: Output) -> dict[str, str]:
+    """Every field that gives a picture, and the parameter that it fills."""
+    names = picture_params(schema, output)
+    found = {"input_reference": names[0]} if names else {}
+    return found | {spoken: own for spoken, own in PICTURE_ALIASES.items() if own in names} | {n: n for n in names}
+
+
+def _uploads(
+    params: Mapping[str, Param], fields: Mapping[str, str], uploads: Mapping[str, list[bytes]]
+) -> dict[str, tuple[Param, list[bytes]]]:
     """Field to the image parameter that it fills and its files."""
     found: dict[str, tuple[Param, list[bytes]]] = {}
     for name, files in uploads.items():
-        param = _picture_param(params) if name == "input_reference" else params.get(name)
-        if param is None or param.type not in ("image", "images"):
+        if name not in fields:
             raise BadRequest(name, f"{name}: must be a plain field, not a file")
+        param = params[fields[name]]
         most = 1 if param.type == "image" else param.max_length or len(files)
         if len(files) > most:
             raise BadRequest(name, f"{name}: has {len(files)} files; at most {most} accepted", code="duplicate_field")
@@ -246,6 +267,13 @@ def _fill(params: Mapping[str, Param], values: dict[str, Any]) -> None:
             values[name] = param.default
         elif name == "seed":
             values[name] = secrets.randbelow(_FRESH_SEED_LIMIT)
+
+
+def _check_strength(values: Mapping[str, Any]) -> None:
+    """Pipelines compute ``strength`` of the steps, and cannot do with none."""
+    strength, steps = values.get("strength"), values.get("num_inference_steps")
+    if strength is not None and steps is not None and int(steps * strength) < 1:
+        refuse("strength", strength, f"at least {1 / steps:g} at {steps} steps, so that one step is computed")
 
 
 def _complete(schema: RequestSchema, values: dict[str, Any], output: Output) -> dict[str, Any]:

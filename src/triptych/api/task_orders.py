@@ -25,10 +25,16 @@ RENAMED: Final[Mapping[str, str]] = {
     "target_video_length": "num_frames",
     "target_fps": "fps",
 }
-PICTURES: Final[Mapping[str, int]] = {"image_path": 0, "image_file": 0, "last_frame_path": 1, "last_frame_file": 1}
-"""Field to the picture that it gives: the one to start from, or the one to end with."""
-LAST_FRAME: Final = "last_image"
-"""The pipelines' name of the picture to end with."""
+PICTURES: Final[Mapping[str, str]] = {
+    "image_path": "",
+    "image_file": "",
+    "last_frame_path": "last_image",
+    "last_frame_file": "last_image",
+    "image_mask_path": "mask_image",
+    "image_mask_file": "mask_image",
+}
+"""Field to the parameter of the picture that it gives; none is named for the one to start from."""
+_WORDS: Final[Mapping[str, str]] = {"last_image": "last frame", "mask_image": "mask"}
 TASK_FIELDS: Final = frozenset({"task_id", "save_result_path", "target_shape", "aspect_ratio"})
 
 NEUTRAL: Final[Mapping[str, tuple[Any, ...]]] = {
@@ -39,7 +45,6 @@ NEUTRAL: Final[Mapping[str, tuple[Any, ...]]] = {
     "video_duration": (5, "5"),
     "talk_objects": ([],),
     "resize_mode": ("adaptive",),
-    "image_mask_path": ("",),
     "presigned_url": ("",),
     "lora_name": ("",),
     "lora_strength": (1, "1", "1.0"),
@@ -53,6 +58,7 @@ EMPTY: Final[Mapping[str, Any]] = {
     "negative_prompt": "",
     "image_path": "",
     "last_frame_path": "",
+    "image_mask_path": "",
     "aspect_ratio": "",
     "target_shape": [],
 }
@@ -156,14 +162,11 @@ def _target(schema: RequestSchema, output: Output, name: str) -> str:
             raise unknown_field(name, known_fields(schema, output))
         return RENAMED.get(name, name)
     pictures = picture_params(schema, output)
-    if PICTURES[name] == 0:
-        first = next((p for p in pictures if p != LAST_FRAME), None)
-        if first is None:
-            raise BadRequest(name, f"{name}: model {schema.model!r} ({schema.task}) takes no image")
-        return first
-    if LAST_FRAME not in pictures:
-        raise BadRequest(name, f"{name}: model {schema.model!r} ({schema.task}) takes no last frame")
-    return LAST_FRAME
+    own = PICTURES[name] or next((p for p in pictures if p not in _WORDS), "")
+    if own not in pictures:
+        what = _WORDS.get(own, "image")
+        raise BadRequest(name, f"{name}: model {schema.model!r} ({schema.task}) takes no {what}")
+    return own
 
 
 def known_fields(schema: RequestSchema, output: Output) -> set[str]:
@@ -171,7 +174,7 @@ def known_fields(schema: RequestSchema, output: Output) -> set[str]:
     params = accepted(schema, output)
     old = {spoken for spoken, name in RENAMED.items() if name in params}
     pictures = picture_params(schema, output)
-    old |= {spoken for spoken, n in PICTURES.items() if (LAST_FRAME in pictures if n else bool(pictures))}
+    old |= {spoken for spoken, own in PICTURES.items() if (own in pictures if own else bool(pictures))}
     return {"model", "size", *params, *old, *TASK_FIELDS}
 
 

@@ -23,6 +23,7 @@ _CAPS: Final[dict[str, tuple[float | None, float | None]]] = {
     "fps": (1, 240),
     "num_inference_steps": (1, 1000),
     "guidance_scale": (0, 1000),
+    "strength": (0, 1),
     "max_sequence_length": (1, 65536),
     "seed": (0, INT64_MAX),
     "n": (1, 10),

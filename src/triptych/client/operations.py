@@ -74,9 +74,9 @@ def ask(call: Call) -> Steps[httpx.Response]:
     return response
 
 
-def create(prompt: str, image: bytes | None, params: Mapping[str, Any]) -> Steps[Job]:
-    """Start a video job."""
-    fields = {"prompt": prompt, **{k: v for k, v in params.items() if v is not None}}
+def create(prompt: str | None, image: bytes | None, params: Mapping[str, Any]) -> Steps[Job]:
+    """Start a video job. ``prompt``: None for a model that takes none."""
+    fields = {k: v for k, v in {"prompt": prompt, **params}.items() if v is not None}
     if image is None:
         call = Call(method="POST", path="/v1/videos", json=fields)
     else:
@@ -178,7 +178,7 @@ def _progress(job: Job, elapsed: float, eta: float | None) -> Progress:
 
 
 def generate(
-    prompt: str,
+    prompt: str | None,
     *,
     image: bytes | None,
     path: Path | None,

@@ -45,7 +45,7 @@ class Client:
 
     def generate(
         self,
-        prompt: str,
+        prompt: str | None,
         *,
         image: bytes | None = None,
         path: Path | None = None,
@@ -65,7 +65,7 @@ class Client:
         """Make one image, or ``n`` of them."""
         return self._run(operations.generate_images(prompt, timeout, params))
 
-    def create(self, prompt: str, *, image: bytes | None = None, **params: Any) -> Job:
+    def create(self, prompt: str | None, *, image: bytes | None = None, **params: Any) -> Job:
         """Start a video job and return at once."""
         return self._run(operations.create(prompt, image, params))
 
@@ -166,7 +166,7 @@ class AsyncClient:
 
     async def generate(
         self,
-        prompt: str,
+        prompt: str | None,
         *,
         image: bytes | None = None,
         path: Path | None = None,
@@ -183,7 +183,7 @@ class AsyncClient:
         """See `Client.generate_images`."""
         return await self._run(operations.generate_images(prompt, timeout, params))
 
-    async def create(self, prompt: str, *, image: bytes | None = None, **params: Any) -> Job:
+    async def create(self, prompt: str | None, *, image: bytes | None = None, **params: Any) -> Job:
         """See `Client.create`."""
         return await self._run(operations.create(prompt, image, params))
 

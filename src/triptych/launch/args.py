@@ -19,6 +19,7 @@ from triptych.config import (
     RouterConfig,
     ServerConfig,
     Shape,
+    Task,
     TransferConfig,
     TransferKind,
 )
@@ -55,6 +56,7 @@ class ServerArgs:
     disagg_ib_device: str | None = None
     disagg_transfer_pool_size: int = 256 * MIB
     disagg_transfer: TransferKind = "auto"
+    task: Task | None = None
     component: dict[str, str] = field(default_factory=dict[str, str])
     default: dict[str, Scalar] = field(default_factory=dict[str, Scalar])
     profile: Profile = "stock"
@@ -191,6 +193,7 @@ class ServerArgs:
                 path=self.model_path,
                 device=self.device or default_device,
                 dtype=self.dtype,
+                task=self.task,
                 components=self.component,
                 defaults=self.default,
                 profile=self.profile,

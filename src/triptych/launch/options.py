@@ -366,6 +366,14 @@ OPTIONS: tuple[Option, ...] = (
         "auto, local, shm or mooncake: how tensors travel",
     ),
     _option(
+        "task",
+        one_of("text-to-image", "image-to-image", "inpainting", "text-to-video", "image-to-video"),
+        None,
+        COMPUTE,
+        "TASK",
+        "what to do with the model's weights besides its own task, e.g. inpainting; `triptych models` says which can",
+    ),
+    _option(
         "component",
         read_components,
         None,

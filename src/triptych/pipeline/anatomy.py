@@ -23,11 +23,14 @@ _AFTER_DECODE = frozenset({"safety_checker", "watermarker"})
 """Models that look at the decoded pixels."""
 
 _UNSENDABLE = frozenset(
-    {"mask_image", "control_image", "controls", "video", "conditioning_frames", "reference_images", "input_images",
+    {"control_image", "controls", "video", "conditioning_frames", "reference_images", "input_images",
      "original_image", "adapter_image", "control_video", "pose_video", "images", "hint", "conditions",
      "reference_conditions"}
 )  # fmt: skip
 """Conditioning that requests have no parameter for. Pipelines give most of it a default of None and check later."""
+
+_GIVEN = frozenset({"prompt", "image", "mask_image"})
+"""Conditioning that a class may not be able to do without."""
 
 _IMAGE_CLASS = re.compile(
     r"Img2Img|ImageTo|Image2|Edit|Upscale|SuperResolution|Refiner|Pix2Pix|Variation|ControlNet|Adapter|I2V|I2I"
@@ -49,10 +52,18 @@ class Anatomy:
     inspectors: frozenset[str]
     """Models that look at the decoded pixels."""
     takes_image: bool
+    takes_mask: bool
     output: str
     """``video`` or ``image``."""
     parameters: dict[str, Any]
     """Parameters of ``__call__`` with their defaults; `inspect.Parameter.empty` for none."""
+
+    @property
+    def task(self) -> str:
+        """The field's word for what it does, e.g. ``text-to-video``."""
+        if self.takes_mask and self.output == "image":
+            return "inpainting"
+        return f"{'image' if self.takes_image else 'text'}-to-{self.output}"
 
     @property
     def decoder(self) -> str | None:
@@ -73,6 +84,7 @@ def anatomy_of(kind: type[Any]) -> Anatomy:
         encodes=reading.encodes,
         inspectors=frozenset(reading.components & _AFTER_DECODE),
         takes_image=reading.takes_image,
+        takes_mask=reading.takes_mask,
         output=reading.output or "image",
         parameters=reading.parameters,
     )
@@ -113,7 +125,13 @@ class _Reading:
         if "image" not in self.parameters:
             return False
         required = self.parameters["image"] is inspect.Parameter.empty
-        return required or "strength" in self.parameters or bool(_IMAGE_CLASS.search(self.kind.__name__))
+        named = bool(_IMAGE_CLASS.search(self.kind.__name__))
+        return required or named or self.takes_mask or "strength" in self.parameters
+
+    @property
+    def takes_mask(self) -> bool:
+        """Whether it makes a part of the picture anew."""
+        return "mask_image" in self.parameters
 
     @property
     def output(self) -> str | None:
@@ -163,9 +181,9 @@ class _Reading:
 
     def _input_refusal(self) -> str | None:
         for name, default in self.parameters.items():
-            if name in _UNSENDABLE or (default is inspect.Parameter.empty and name not in ("prompt", "image")):
+            if name in _UNSENDABLE or (default is inspect.Parameter.empty and name not in _GIVEN):
                 return f"it works on {name}, which requests cannot carry"
-        if not {"prompt", "image"} & self.parameters.keys():
+        if not _GIVEN & self.parameters.keys():
             return "it takes neither a prompt nor an image"
         return None
 

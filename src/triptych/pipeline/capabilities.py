@@ -6,11 +6,12 @@
 from __future__ import annotations
 
 import ast
+import functools
 import importlib
 import importlib.util
 import warnings
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
 
@@ -18,19 +19,22 @@ from triptych.errors import ModelError
 from triptych.ids import ROLES, Role
 from triptych.pipeline.anatomy import anatomy_of
 from triptych.pipeline.cut import Cut, cut
-from triptych.pipeline.known import modular_counterpart
+from triptych.pipeline.known import begins_with_picture, modular_counterpart
 from triptych.pipeline.replay_load import owned_components, pipeline_class
 from triptych.pipeline.source import index_components, read_index, resolve_source
 from triptych.pipeline.standin import component_class
+from triptych.pipeline.tasks import LISTS, sibling
 
 Split = Literal["modular", "replay"]
 
 TESTED = frozenset(
-    {"CogVideoXImageToVideoPipeline", "CogVideoXPipeline", "FluxPipeline", "GlmImagePipeline", "HunyuanVideo15Pipeline",
-     "HunyuanVideoPipeline",
-     "MochiPipeline", "PixArtSigmaPipeline", "QwenImagePipeline", "SanaPipeline", "StableDiffusionPipeline",
-     "StableDiffusionXLPipeline", "StableVideoDiffusionPipeline", "WanImageToVideoPipeline", "WanPipeline",
-     "ZImagePipeline"}
+    {"CogVideoXImageToVideoPipeline", "CogVideoXPipeline", "Flux2KleinPipeline", "FluxImg2ImgPipeline",
+     "FluxInpaintPipeline", "FluxPipeline", "GlmImagePipeline", "HeliosPipeline", "HunyuanVideo15Pipeline",
+     "HunyuanVideoPipeline", "LTX2ImageToVideoPipeline", "LTX2Pipeline", "LTXImageToVideoPipeline", "LTXPipeline",
+     "MochiPipeline", "PixArtSigmaPipeline", "QwenImageImg2ImgPipeline", "QwenImageInpaintPipeline",
+     "QwenImagePipeline", "SanaPipeline", "StableDiffusion3Pipeline", "StableDiffusionPipeline",
+     "StableDiffusionXLImg2ImgPipeline", "StableDiffusionXLInpaintPipeline", "StableDiffusionXLPipeline",
+     "StableVideoDiffusionPipeline", "WanImageToVideoPipeline", "WanPipeline", "ZImagePipeline"}
 )  # fmt: skip
 """Classes of which the tests hold a split model equal to the whole one."""
 
@@ -45,6 +49,8 @@ class Capability:
     """How it is split; None when it is refused."""
     task: str = ""
     """E.g. ``text-to-video``; empty when refused."""
+    also: tuple[str, ...] = ()
+    """Tasks that ``--task`` gets out of the same weights."""
     blocks: str = ""
     """The modular pipeline class whose blocks are cut; empty for replay."""
     reason: str = ""
@@ -72,6 +78,18 @@ def capabilities() -> tuple[Capability, ...]:
 
 def capability_of(pipeline: str) -> Capability:
     """What can be done with the class of that name."""
+    found = _own_capability(pipeline)
+    if found.split is None:
+        return found
+    siblings = {task: sibling(pipeline, task) for task in LISTS}
+    also = (
+        task for task, kind in siblings.items() if kind not in (None, pipeline) and _own_capability(kind).task == task
+    )
+    return replace(found, also=tuple(also))
+
+
+@functools.cache
+def _own_capability(pipeline: str) -> Capability:
     index = {"_class_name": pipeline}
     try:
         if modular_counterpart(index) is not None:
@@ -81,8 +99,7 @@ def capability_of(pipeline: str) -> Capability:
     except ModelError as error:
         reason = error.message.partition("cannot be split: ")[2] or error.message.partition("cannot be served: ")[2]
         return Capability(pipeline=pipeline, split=None, reason=reason or error.message)
-    task = f"{'image' if anatomy.takes_image else 'text'}-to-{anatomy.output}"
-    return Capability(pipeline=pipeline, split="replay", task=task)
+    return Capability(pipeline=pipeline, split="replay", task=anatomy.task)
 
 
 def model_parts(model: str) -> tuple[Part, ...]:
@@ -111,7 +128,7 @@ def model_parts(model: str) -> tuple[Part, ...]:
 def table(rows: Iterable[Capability]) -> str:
     """Rows as text in columns, for a terminal."""
     lines = [("PIPELINE", "SPLIT", "TASK", "")]
-    lines += [(row.pipeline, row.split or "-", row.task or "-", row.blocks or row.reason) for row in rows]
+    lines += [(row.pipeline, row.split or "-", _tasks(row) or "-", row.blocks or row.reason) for row in rows]
     return _columns(lines)
 
 
@@ -132,8 +149,11 @@ def markdown(rows: Iterable[Capability]) -> str:
             "",
             "Computed from the installed Diffusers by `python -m triptych.pipeline.capabilities > docs/models.md`;",
             "a test keeps it fresh. `triptych models` prints the same, `triptych models MODEL` the parts of one model.",
-            "A model folder is served as what its `model_index.json` names under `_class_name`. The tests hold those",
-            "marked with * equal to the whole pipeline: the same bytes on the CPU, from a tiny random model.",
+            "A model folder is served as what its `model_index.json` names under `_class_name`; one that has only a",
+            "`modular_model_index.json` as the modular pipeline that this names. The tests hold those marked with *",
+            "equal to the whole pipeline on the CPU, from a tiny random model: the same bytes, or where the whole one",
+            "computes two branches as one batch, at most one of 255 levels apart.",
+            "Where --task stands with other tasks, `triptych serve MODEL --task TASK` makes these of the same weights.",
             "",
             "## Split at modular blocks",
             "",
@@ -141,7 +161,7 @@ def markdown(rows: Iterable[Capability]) -> str:
             "",
             "| pipeline | task | blocks |",
             "|---|---|---|",
-            *(f"| {_marked(row)} | {row.task} | {row.blocks} |" for row in by_split["modular"]),
+            *(f"| {_marked(row)} | {_tasks(row)} | {row.blocks} |" for row in by_split["modular"]),
             "",
             "## Split by record and replay",
             "",
@@ -151,7 +171,7 @@ def markdown(rows: Iterable[Capability]) -> str:
             "",
             "| pipeline | task |",
             "|---|---|",
-            *(f"| {_marked(row)} | {row.task} |" for row in by_split["replay"]),
+            *(f"| {_marked(row)} | {_tasks(row)} |" for row in by_split["replay"]),
             "",
             "## Refused",
             "",
@@ -165,6 +185,10 @@ def markdown(rows: Iterable[Capability]) -> str:
     )
 
 
+def _tasks(row: Capability) -> str:
+    return f"{row.task}; --task {', '.join(row.also)}" if row.also else row.task
+
+
 def _marked(row: Capability) -> str:
     return f"{row.pipeline} *" if row.pipeline in TESTED else row.pipeline
 
@@ -176,7 +200,7 @@ def _cut(index: dict[str, Any]) -> tuple[str, Cut]:
     name = modular_counterpart(index)
     assert name is not None
     blocks: Any = getattr(diffusers, getattr(diffusers, name).default_blocks_name)
-    return name, cut(name, blocks())
+    return name, cut(name, blocks(), picture=begins_with_picture(index))
 
 
 def _task(parts: Cut) -> str:

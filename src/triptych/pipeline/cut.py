@@ -47,13 +47,16 @@ class Cut:
     """Conditioning inputs that every request has: the prompt, and the image where the model cannot do without."""
 
 
-def cut(pipeline_class: str, blocks: Any) -> Cut:
-    """Cut ``blocks`` into the roles; raises `ModelError` when they have no top-level denoise block."""
+def cut(pipeline_class: str, blocks: Any, *, picture: bool = False) -> Cut:
+    """Cut ``blocks`` into the roles; raises `ModelError` when they have no top-level denoise block.
+
+    ``picture``: requests begin with one, also where the blocks could do without.
+    """
     names = list(blocks.sub_blocks)
     if DENOISE not in names:
         raise ModelError(f"{pipeline_class} cannot be split: none of its blocks {names} is named {DENOISE!r}")
     at = names.index(DENOISE)
-    given, executed = _executed(pipeline_class, blocks)
+    given, executed = _executed(pipeline_class, blocks, picture)
     sections = {Role.ENCODER: names[:at], Role.DENOISER: [DENOISE], Role.DECODER: names[at + 1 :]}
     parts = {role: _sequence({name: blocks.sub_blocks[name] for name in section}) for role, section in sections.items()}
     return Cut(
@@ -105,11 +108,11 @@ def _writes(part: Any) -> frozenset[str]:
     return frozenset(names)
 
 
-def _executed(pipeline_class: str, blocks: Any) -> tuple[frozenset[str], Any]:
+def _executed(pipeline_class: str, blocks: Any, picture: bool) -> tuple[frozenset[str], Any]:
     """The least conditioning inputs under which every required entry has a producer, and the blocks that then run."""
     declared = {entry.name for entry in blocks.inputs if entry.name}
     refusal = "its blocks take no prompt"
-    for given in (("prompt",), ("prompt", "image")):
+    for given in (("prompt", "image"),) if picture else (("prompt",), ("prompt", "image")):
         if not declared.issuperset(given):
             continue
         executed = blocks.get_execution_blocks(**dict.fromkeys(given, True))

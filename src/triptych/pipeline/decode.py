@@ -18,13 +18,28 @@ OUTPUTS = ("videos", "images")
 """State entries under which decoders leave frames."""
 
 
-def to_clips(values: dict[str, Any], *, fps: float) -> tuple[Clip, ...]:
+SOUND = "audio"
+"""State entry under which decoders of models that make sound leave the samples."""
+
+
+def sample_rate(pipeline: Any) -> int:
+    """Samples per second of the sound that ``pipeline`` makes; 0 for one without a vocoder."""
+    config = getattr(getattr(pipeline, "vocoder", None), "config", None)
+    return int(getattr(config, "output_sampling_rate", 0))
+
+
+def to_clips(values: dict[str, Any], *, fps: float, sample_rate: int = 0) -> tuple[Clip, ...]:
     """One clip per output of the batch. ``values`` is the decoder's final state."""
     name = next((name for name in OUTPUTS if values.get(name) is not None), None)
     if name is None:
         raise StageError(f"the decoder left neither of {', '.join(OUTPUTS)}")
-    batch = values[name]
-    return tuple(Clip(frames=_frames(name, item), fps=fps) for item in _items(name, batch))
+    items = _items(name, values[name])
+    sounds = _sounds(values.get(SOUND), len(items))
+    rate = sample_rate if values.get(SOUND) is not None else 0
+    return tuple(
+        Clip(frames=_frames(name, item), fps=fps, audio=sound, sample_rate=rate)
+        for item, sound in zip(items, sounds, strict=True)
+    )
 
 
 def to_pixels(frames: torch.Tensor) -> torch.Tensor:
@@ -40,6 +55,16 @@ def _items(name: str, batch: Any) -> list[Any]:
             raise StageError(f"the decoder's {name} have shape {tuple(batch.shape)}, not {least} dimensions")
         return list(batch)
     return list(batch)
+
+
+def _sounds(batch: Any, count: int) -> list[np.ndarray[Any, np.dtype[np.float32]] | None]:
+    """float32 [channels, samples] of each of ``count`` outputs; None for each when the model makes no sound."""
+    if batch is None:
+        return [None] * count
+    if not isinstance(batch, torch.Tensor) or batch.ndim != 3 or len(batch) != count:
+        shape = tuple(batch.shape) if isinstance(batch, torch.Tensor) else type(batch).__name__
+        raise StageError(f"the decoder's {SOUND} is {shape}, not samples of {count} outputs by channels")
+    return [samples.float().clamp(-1, 1).cpu().numpy() for samples in batch]
 
 
 def _frames(name: str, item: Any) -> np.ndarray[Any, np.dtype[np.uint8]]:

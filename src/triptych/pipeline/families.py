@@ -42,9 +42,15 @@ class Family:
     """The transformer finds the image's tokens behind exactly so many of the text, so no other length is legal."""
     streams: bool = False
     """The decoder's last word is what its VAE decodes, so frames can be handed on while later ones are decoded."""
+    latent_patch: int = 2
+    """Height and width of the latents must divide by this, where the transformer's own patches do not ask for more."""
+    facts_only: frozenset[str] = frozenset()
+    """Components that the denoise block declares and asks for their config alone, so it gets them without weights."""
+    negative_prompt: str | None = None
+    """What stands for a negative prompt that is not given, where the blocks would leave guidance out without one."""
     exact_timestep: bool = False
-    """The loop rounds the timestep to the weights' dtype (999 becomes 1000 in bfloat16), which the classic pipeline
-    does not; the transformer is given the scheduler's own value."""
+    """The loop rounds the timestep, to the weights' dtype (999 becomes 1000 in bfloat16) or to an integer, which the
+    classic pipeline does not; the transformer is given the scheduler's own value."""
 
 
 GENERIC = Family()
@@ -64,9 +70,16 @@ _WAN = Family(
 # Its blocks do not repeat the image's embeddings, so one output at a time is all that it can make.
 _WAN_I2V = replace(_WAN, preset=replace(_WAN.preset, num_inference_steps=40, max_n=1), text_length=512)
 _WAN22 = replace(_WAN, preset=replace(_WAN.preset, num_inference_steps=40, guidance_scale=4.0))
+_HELIOS = Family(preset=Preset(fps=24, guidance_scale=5.0, max_frames=1452), exact_timestep=True)
+# The audio autoencoder decodes with the decoder role; the denoiser asks how long and how wide its latents are.
+_LTX2 = Family(
+    preset=Preset(height=512, width=768, num_frames=121), latent_patch=1, facts_only=frozenset({"audio_vae", "vae"})
+)
 
 MODULAR_NAMES: dict[str, str] = {
     "FluxPipeline": "flux",
+    "HunyuanVideo15Pipeline": "hunyuan-video-1.5",
+    "LTX2Pipeline": "ltx2",
     "QwenImagePipeline": "qwenimage",
     "WanImageToVideoPipeline": "wan-i2v",
     "WanPipeline": "wan",
@@ -77,6 +90,18 @@ MODULAR_NAMES: dict[str, str] = {
 Diffusers' own table answers for others, at the price of importing every pipeline that it has.
 """
 
+PICTURE_NAMES: dict[str, str] = {
+    "LTX2ImageToVideoPipeline": "ltx2",
+    "LTXImageToVideoPipeline": "ltx",
+}
+"""The same for classes whose blocks also do without a picture, while they themselves begin with one."""
+
+UNLISTED: dict[str, dict[str, str]] = {
+    "text-to-video": {"ltx2": "LTX2Pipeline"},
+    "image-to-video": {"ltx2": "LTX2ImageToVideoPipeline"},
+}
+"""Task to family to class, of families that Diffusers' own lists of automatic pipelines leave out."""
+
 FAMILIES: dict[str, Family] = {
     "WanModularPipeline": _WAN,
     "WanImage2VideoModularPipeline": _WAN_I2V,
@@ -86,6 +111,24 @@ FAMILIES: dict[str, Family] = {
         preset=Preset(
             height=1328, width=1328, num_inference_steps=50, guidance_scale=4.0, max_side=2752, max_pixels=1536 * 2752
         )
+    ),
+    "StableDiffusion3ModularPipeline": Family(
+        preset=Preset(height=1024, width=1024, num_inference_steps=28, guidance_scale=7.0), negative_prompt=""
+    ),
+    "Flux2KleinModularPipeline": Family(preset=Preset(num_inference_steps=4)),
+    "Flux2KleinBaseModularPipeline": Family(preset=Preset(guidance_scale=4.0)),
+    "LTXModularPipeline": Family(preset=Preset(guidance_scale=3.0), latent_patch=1, encoder_needs_guider=True),
+    "LTX2ModularPipeline": _LTX2,
+    "LTX25ModularPipeline": _LTX2,
+    "HeliosModularPipeline": _HELIOS,
+    "HeliosPyramidModularPipeline": _HELIOS,
+    "HeliosPyramidDistilledModularPipeline": replace(
+        _HELIOS, preset=replace(_HELIOS.preset, guidance_scale=1.0, num_inference_steps=6)
+    ),
+    "HunyuanVideo15ModularPipeline": Family(
+        preset=Preset(height=480, width=832, num_frames=121, fps=24, guidance_scale=6.0),
+        latent_patch=1,
+        encoder_needs_guider=True,
     ),
     "ZImageModularPipeline": Family(preset=Preset(height=1024, width=1024, guidance_scale=0.0), guidance_offset=1.0),
 }

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import ast
 import functools
-import importlib.util
 from collections.abc import Callable, Mapping
-from pathlib import Path
 from typing import Any
 
-from triptych.pipeline.families import MODULAR_NAMES
+from triptych.errors import ModelError
+from triptych.pipeline.families import MODULAR_NAMES, PICTURE_NAMES
+from triptych.pipeline.tasks import automatic_pipelines
 
 REPLAYED = frozenset({"StableDiffusionXLPipeline"})
 """Classes that have modular blocks which are not three parts: their encoder touches the U-Net."""
@@ -22,6 +21,8 @@ def modular_counterpart(index: Mapping[str, Any]) -> str | None:
     """The modular class for a model index; None where the model is to be replayed."""
     from diffusers.modular_pipelines.modular_pipeline import MODULAR_PIPELINE_MAPPING
 
+    if index["_class_name"].endswith(_MODULAR):
+        return _own(index)
     if index["_class_name"] in REPLAYED or any(index.get(name) for name in REPLAYED_SETTINGS):
         return None
     counterparts: Mapping[str | None, Callable[[Mapping[str, Any]], str]] = {**MODULAR_PIPELINE_MAPPING}
@@ -29,26 +30,39 @@ def modular_counterpart(index: Mapping[str, Any]) -> str | None:
     return None if name is None else name(index)
 
 
+_MODULAR = "ModularPipeline"
+
+
+def _own(index: Mapping[str, Any]) -> str:
+    """The class of a model that was saved as a modular pipeline; raises `ModelError` for blocks of its own."""
+    import diffusers
+
+    name = index["_class_name"]
+    default = getattr(getattr(diffusers, name, None), "default_blocks_name", None)
+    blocks = index.get("_blocks_class_name", default)
+    if default is None or blocks not in (default, "SequentialPipelineBlocks"):
+        raise ModelError(f"{name} cannot be served: its blocks {blocks!r} are not those that Diffusers has for it")
+    return name
+
+
 def modular_name(classic: str) -> str | None:
     """Diffusers' name of a classic class's family; None for a class that it lists nowhere."""
-    return MODULAR_NAMES.get(classic) or _automatic_names().get(classic)
+    return MODULAR_NAMES.get(classic) or PICTURE_NAMES.get(classic) or _automatic_names().get(classic)
+
+
+def begins_with_picture(index: Mapping[str, Any]) -> bool:
+    """Whether a model must be given a picture that its blocks could do without."""
+    return index["_class_name"] in PICTURE_NAMES
 
 
 @functools.cache
 def _automatic_names() -> dict[str, str]:
     """Class to family, for the class that Diffusers' automatic pipelines list first for a family.
 
-    The others of a family start from an image, a mask or a video, which the blocks would leave out unasked. Importing
-    these lists would import every pipeline: seconds, and warnings of other libraries. Their source says it.
+    The others of a family start from an image, a mask or a video, which the blocks would leave out unasked.
     """
-    spec = importlib.util.find_spec("diffusers.pipelines.auto_pipeline")
-    assert spec is not None
-    assert spec.origin is not None
     found: dict[str, str] = {}
-    for node in ast.walk(ast.parse(Path(spec.origin).read_text())):
-        match node:
-            case ast.Tuple(elts=[ast.Constant(value=str(name)), ast.Name(id=classic)]):
-                found.setdefault(name, classic)
-            case _:
-                continue
-    return {classic: name for name, classic in found.items()}
+    for listed in automatic_pipelines().values():
+        for family, classic in listed.items():
+            found.setdefault(family, classic)
+    return {classic: family for family, classic in found.items()}

@@ -9,6 +9,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+import diffusers
 import torch
 
 from triptych.accel.batching import ForwardBatcher
@@ -23,7 +24,7 @@ from triptych.ids import ROLES, Role
 from triptych.pipeline.cut import Cut, cut
 from triptych.pipeline.families import family_of
 from triptych.pipeline.fingerprint import fingerprint
-from triptych.pipeline.known import modular_counterpart
+from triptych.pipeline.known import begins_with_picture, modular_counterpart
 from triptych.pipeline.modular import LoadedRole, ModularRolePipeline
 from triptych.pipeline.rehearsal import ghosts, rehearse
 from triptych.pipeline.replay import ReplayRolePipeline
@@ -33,6 +34,7 @@ from triptych.pipeline.schema import build_schema, read_settings
 from triptych.pipeline.source import index_components, read_index, resolve_source
 from triptych.pipeline.standin import stand_in
 from triptych.pipeline.steps import StepClock
+from triptych.pipeline.tasks import for_task
 from triptych.pipeline.weights import load_component
 
 logger = logging.getLogger(__name__)
@@ -54,7 +56,7 @@ def load_pipeline(
         keep_graphs_in(model.cache_dir or default_folder())
         count_compilations(tally)
     folder = resolve_source(model.path)
-    index = read_index(folder)
+    index = for_task(read_index(folder), model.task)
     present = index_components(index)
     _check_overrides(model.components, present)
     if modular_counterpart(index) is None:
@@ -65,8 +67,10 @@ def load_pipeline(
         return replayed
     dtype: torch.dtype = getattr(torch, model.effective_dtype)
     whole = _whole_pipeline(folder, index)
-    parts = cut(type(whole).__name__, whole.blocks)
-    wanted = _needed(parts, roles, present)
+    parts = cut(type(whole).__name__, whole.blocks, picture=begins_with_picture(index))
+    family = family_of(type(whole).__name__)
+    needed = functools.partial(_needed, parts, present, _left_out(index), family.facts_only)
+    wanted = needed(roles)
     folder = resolve_source(model.path, wanted)
     stand_ins = {name: stand_in(folder, name, *entry, dtype) for name, entry in present.items()}
     _put(whole, {name: value for name, value in stand_ins.items() if value is not None})
@@ -91,7 +95,7 @@ def load_pipeline(
         batcher=batcher,
     )
     if model.warmup:
-        names = _needed(parts, tuple(role for role in ROLES if role not in roles), present)
+        names = needed(tuple(role for role in ROLES if role not in roles))
         made = ghosts(folder, names, present, dtype, torch.device(device))
         before = pipeline.with_parts(
             {role: _role_pipeline(role, whole, index, parts, made, stand_ins) for role in ROLES if role not in roles}
@@ -169,14 +173,30 @@ def _check_overrides(overrides: Mapping[str, str], present: Mapping[str, tuple[s
             raise ModelError(f"component {name!r}: {path!r} does not exist")
 
 
-def _needed(parts: Cut, roles: tuple[Role, ...], present: Mapping[str, tuple[str, str]]) -> list[str]:
+def _left_out(index: Mapping[str, Any]) -> frozenset[str]:
+    """Components that the model does without: its index says so, or its class lets them be absent."""
+    optional: Any = getattr(getattr(diffusers, index["_class_name"], None), "_optional_components", ())
+    return frozenset({*optional, *(name for name, entry in index.items() if entry in (None, [None, None]))})
+
+
+def _needed(
+    parts: Cut,
+    present: Mapping[str, tuple[str, str]],
+    left_out: frozenset[str],
+    facts_only: frozenset[str],
+    roles: tuple[Role, ...],
+) -> list[str]:
     """Components that the blocks of ``roles`` load from the checkpoint, in the order of their declaration."""
     names: dict[str, None] = {}
     for role in roles:
         for spec in parts.executed[role].expected_components:
             if spec.default_creation_method != "from_pretrained":
                 continue
+            if role is Role.DENOISER and spec.name in facts_only:
+                continue
             if spec.name not in present:
+                if spec.name in left_out:
+                    continue
                 raise ModelError(f"component {spec.name!r}, which the {role} needs, is not in the model's index")
             names[spec.name] = None
     return list(names)

@@ -16,7 +16,7 @@ from triptych.ids import Role
 from triptych.pipeline.checkpoint import Frozen, Saved
 from triptych.pipeline.codec import decode_state, encode_state
 from triptych.pipeline.cut import Cut
-from triptych.pipeline.decode import to_clips, to_pixels
+from triptych.pipeline.decode import sample_rate, to_clips, to_pixels
 from triptych.pipeline.families import Family
 from triptych.pipeline.frames import FrameStream
 from triptych.pipeline.guard import guarded
@@ -139,6 +139,8 @@ class ModularRolePipeline:
         if role not in self._loaded:
             raise StageError(f"the {role} is not loaded here, only {', '.join(self._loaded)}", retryable=True)
         complete_params = complete(self._schema, params)
+        if complete_params.get("negative_prompt") is None and self._family.negative_prompt is not None:
+            complete_params["negative_prompt"] = self._family.negative_prompt
         with guarded(role):
             return self._start(role, complete_params, inputs, images)
 
@@ -241,7 +243,10 @@ class _WholeStage:
                 raise StageError(f"the {self._role} run is over")
             _, state = self._owner.blocks(self._role)(view, state)
             if self._role is Role.DECODER:
-                return StageResult(clips=to_clips(state.values, fps=float(self._params.get("fps", 0))))
+                rate = sample_rate(view)
+                return StageResult(
+                    clips=to_clips(state.values, fps=float(self._params.get("fps", 0)), sample_rate=rate)
+                )
             return StageResult(outputs=self._owner.outputs(self._role, state))
 
     def cancel(self) -> None:

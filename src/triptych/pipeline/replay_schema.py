@@ -12,8 +12,9 @@ import msgspec
 from triptych.pipeline.anatomy import Anatomy
 from triptych.pipeline.cut import Cut
 from triptych.pipeline.families import Family, Preset
-from triptych.pipeline.request import GUIDANCE_OFF, first_state
-from triptych.pipeline.schema import COUNT_INPUTS, Settings, build_schema
+from triptych.pipeline.names import COUNT_INPUTS, LAST, MASK, SPATIAL, TEMPORAL, factor
+from triptych.pipeline.request import first_state
+from triptych.pipeline.schema import Settings, build_schema
 from triptych.wire.schema import HandoffSize, Param, RequestSchema
 
 ALIASES: dict[str, tuple[str, ...]] = {
@@ -21,9 +22,12 @@ ALIASES: dict[str, tuple[str, ...]] = {
     "num_frames": ("num_frames", "video_length", "frames"),
     "fps": ("fps", "frame_rate"),
 }
-"""Request parameter to what pipelines call it, the first that a signature has."""
+"""Request parameter to what pipelines call it: the first that a signature has a value for, else the first it has."""
 
-_SAME = ("prompt", "negative_prompt", "height", "width", "num_inference_steps", "max_sequence_length", *COUNT_INPUTS)
+_SAME = (
+    "prompt", "negative_prompt", "height", "width", "num_inference_steps", "max_sequence_length", "strength",
+    *COUNT_INPUTS,
+)  # fmt: skip
 
 _SIDE_MULTIPLES = {"GlmImagePipeline": 32}
 """Classes that ask for more than the sizes in their configs say."""
@@ -56,14 +60,14 @@ def guider_changes(anatomy: Anatomy, params: Mapping[str, Any]) -> dict[str, Any
     scale = params.get("guidance_scale")
     if scale is None or "guidance_scale" in _aliases(anatomy):
         return {}
-    return {"guidance_scale": float(scale), "enabled": scale != GUIDANCE_OFF}
+    return {"guidance_scale": float(scale), "enabled": True}
 
 
 def build_replay_schema(
     model: str, index: dict[str, Any], pipeline: Any, anatomy: Anatomy, settings: Settings
 ) -> RequestSchema:
     """The schema of a classic pipeline. ``pipeline`` has its configs, be it with stand-ins only."""
-    given = frozenset(name for name in ("prompt", "image") if name in _names(anatomy))
+    given = frozenset(name for name in ("prompt", "image", MASK) if name in _names(anatomy))
     parts = Cut(
         inputs=_declared(anatomy),
         outputs=frozenset({"videos" if anatomy.output == "video" else "images"}),
@@ -79,7 +83,7 @@ def build_replay_schema(
     multiple = _side_multiple(facts, index["_class_name"])
     params = tuple(_adapted(param, multiple) for param in schema.params if param.name != "prompt" or "prompt" in given)
     return msgspec.structs.replace(
-        schema, split="replay", params=params, handoff=_handoff(schema.handoff, schema.params, given)
+        schema, split="replay", task=anatomy.task, params=params, handoff=_handoff(schema.handoff, schema.params, given)
     )
 
 
@@ -88,6 +92,9 @@ def _names(anatomy: Anatomy) -> dict[str, Any]:
     found = {name: anatomy.parameters[name] for name in _SAME if name in anatomy.parameters}
     if anatomy.takes_image:
         found["image"] = None
+    if anatomy.takes_mask:
+        found[MASK] = None
+    found |= dict.fromkeys({LAST} & anatomy.parameters.keys())
     found |= {name: anatomy.parameters[own] for name, own in _aliases(anatomy).items()}
     return found
 
@@ -95,8 +102,10 @@ def _names(anatomy: Anatomy) -> dict[str, Any]:
 def _aliases(anatomy: Anatomy) -> dict[str, str]:
     found: dict[str, str] = {}
     for name, owns in ALIASES.items():
-        if own := next((own for own in owns if own in anatomy.parameters), None):
-            found[name] = own
+        known = [own for own in owns if own in anatomy.parameters]
+        valued = [own for own in known if anatomy.parameters[own] is not None]
+        if valued or (known and name != "guidance_scale"):
+            found[name] = (valued or known)[0]
     return found
 
 
@@ -148,22 +157,11 @@ class _Facts:
 
     def __init__(self, pipeline: Any) -> None:
         self._pipeline = pipeline
-        self.vae_scale_factor = _factor(pipeline, _SPATIAL) or 8
-        self.vae_scale_factor_temporal = _factor(pipeline, _TEMPORAL) or 1
+        self.vae_scale_factor = factor(pipeline, SPATIAL) or 8
+        self.vae_scale_factor_temporal = factor(pipeline, TEMPORAL) or 1
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._pipeline, name)
-
-
-_SPATIAL = (
-    "vae_scale_factor", "vae_scale_factor_spatial", "vae_spatial_compression_ratio", "vae_spatial_scale_factor",
-    "movq_scale_factor",
-)  # fmt: skip
-_TEMPORAL = ("vae_scale_factor_temporal", "vae_temporal_compression_ratio", "vae_temporal_scale_factor")
-
-
-def _factor(pipeline: Any, names: tuple[str, ...]) -> int | None:
-    return next((value for name in names if isinstance(value := getattr(pipeline, name, None), int)), None)
 
 
 def _config(pipeline: Any, key: str) -> Any:

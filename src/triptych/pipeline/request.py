@@ -13,20 +13,17 @@ from PIL import Image, ImageOps
 
 from triptych.errors import BadRequest, ConfigError
 from triptych.pipeline.families import Family
-from triptych.pipeline.schema import COUNT_INPUTS, SECOND_GUIDER
+from triptych.pipeline.names import COUNT_INPUTS, GUIDERS, LAST, MASK, STAGE_STEPS
 from triptych.wire.schema import Param, RequestSchema
 
 _STATE_NAMES = (
-    "prompt", "negative_prompt", "image", "height", "width", "num_frames", "num_inference_steps",
-    "guidance_scale", "max_sequence_length",
+    "prompt", "negative_prompt", "height", "width", "num_frames", "num_inference_steps", "guidance_scale",
+    "max_sequence_length", "strength",
 )  # fmt: skip
 """Parameters that pipelines take under the same name, where they take them at all."""
 
 _NO_DEFAULT = ("n", "output_format")
 """Their defaults are the doors' own."""
-
-GUIDANCE_OFF = 1.0
-"""The guider scale at which the conditional prediction alone counts."""
 
 MAX_IMAGE_PIXELS = 64 << 20
 
@@ -72,23 +69,35 @@ def first_state(inputs: Iterable[Any], params: Mapping[str, Any], images: Sequen
     """
     seed = params.get("seed")
     known: dict[str, Any] = {name: params[name] for name in _STATE_NAMES if params.get(name) is not None}
-    if "image" in known:
-        known["image"] = _opened(known["image"], images, params)
+    known |= {
+        name: _opened(name, params[name], images, params)
+        for name in ("image", MASK, LAST)
+        if params.get(name) is not None
+    }
     known["generator"] = torch.Generator("cpu").manual_seed(secrets.randbits(53) if seed is None else seed)
     known |= dict.fromkeys(COUNT_INPUTS, params.get("n", 1))
     known["output_type"] = "pt"
+    if params.get("fps") is not None:
+        known["frame_rate"] = float(params["fps"])
+    inputs = list(inputs)
+    stages = next((entry.default for entry in inputs if entry.name == STAGE_STEPS), None)
+    if stages and params.get("num_inference_steps") is not None:
+        known[STAGE_STEPS] = [params["num_inference_steps"] // len(stages)] * len(stages)
     return {entry.name: known.get(entry.name, entry.default) for entry in inputs}
 
 
 def guider_settings(family: Family, params: Mapping[str, Any], guider: str, *, encoder: bool) -> dict[str, Any]:
     """What to change in the pipeline's component ``guider`` for one request."""
-    scale = params.get("guidance_scale")
-    if guider == SECOND_GUIDER and params.get("guidance_scale_2") is not None:
-        scale = params["guidance_scale_2"]
-    if scale is None or (encoder and family.encoder_needs_guider):
+    own = GUIDERS.get(guider)
+    if own is None or (encoder and family.encoder_needs_guider):
         return {}
-    scale = float(scale) + family.guidance_offset
-    return {"guidance_scale": scale, "enabled": scale != GUIDANCE_OFF}
+    scale = params.get(own.param)
+    if scale is None and own.follows:
+        scale = params.get("guidance_scale")
+    if scale is None:
+        return {}
+    # A guider of scale 1 combines nothing, but may have more to it than the scale; some are off by their own default.
+    return {"guidance_scale": float(scale) + family.guidance_offset, "enabled": True}
 
 
 def _checked(param: Param, value: Any) -> Any:
@@ -135,19 +144,29 @@ def _check_number(param: Param, value: float) -> None:
         raise BadRequest(param.name, f"{param.name}={value}: must be a multiple of {param.multiple_of}{more}")
 
 
-def _opened(reference: dict[str, Any], images: Sequence[bytes], params: Mapping[str, Any]) -> Image.Image:
-    """The referenced image in RGB, upright, cut to the requested aspect and size.
+def _opened(name: str, reference: dict[str, Any], images: Sequence[bytes], params: Mapping[str, Any]) -> Image.Image:
+    """The referenced image in RGB (a mask in grey), upright, cut to the requested aspect and size.
 
     Pipelines would otherwise take height and width for an area and keep the picture's own aspect.
     """
     blob = reference["blob"]
     if not isinstance(blob, int) or not 0 <= blob < len(images):
-        raise BadRequest("image", f"image: blob {blob!r} of {len(images)}")
+        raise BadRequest(name, f"{name}: blob {blob!r} of {len(images)}")
     try:
         image = Image.open(io.BytesIO(images[blob]))
         if image.width * image.height > MAX_IMAGE_PIXELS:
-            raise BadRequest("image", f"image: {image.width}x{image.height} exceeds {MAX_IMAGE_PIXELS} pixels")
-        image = ImageOps.exif_transpose(image).convert("RGB")
+            raise BadRequest(name, f"{name}: {image.width}x{image.height} exceeds {MAX_IMAGE_PIXELS} pixels")
+        image = ImageOps.exif_transpose(image)
+        image = _grey(image) if name == MASK else image.convert("RGB")
     except (OSError, ValueError, SyntaxError, Image.DecompressionBombError) as error:
-        raise BadRequest("image", f"image: cannot be decoded: {error}") from error
+        raise BadRequest(name, f"{name}: cannot be decoded: {error}") from error
     return ImageOps.fit(image, (params["width"], params["height"]), Image.Resampling.LANCZOS)
+
+
+def _grey(mask: Image.Image) -> Image.Image:
+    """A mask whose white is made anew. Of one with transparency, as OpenAI's clients send it, that is what is clear."""
+    if "A" in mask.getbands():
+        alpha = mask.getchannel("A")
+        if alpha.getextrema() != (255, 255):
+            return ImageOps.invert(alpha)
+    return mask.convert("L")

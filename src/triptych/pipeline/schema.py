@@ -10,17 +10,12 @@ from typing import Any
 from triptych.errors import ModelError
 from triptych.pipeline.cut import Cut
 from triptych.pipeline.families import BASE, Family, Preset
+from triptych.pipeline.names import COUNT_INPUTS, GUIDERS, LAST, MASK, SPATIAL, STAGE_STEPS, TEMPORAL, factor
 from triptych.pipeline.shift import FLOW_SHIFT, shift_of
 from triptych.wire.schema import HandoffSize, Param, RequestSchema
 
 SETTINGS = "triptych.json"
 """Optional file in a model folder: {"defaults": {...}, "limits": {...}} under the names of `Preset`."""
-
-COUNT_INPUTS = ("num_videos_per_prompt", "num_images_per_prompt")
-"""What pipelines call the number of outputs."""
-
-SECOND_GUIDER = "guider_2"
-"""Component that guides the second transformer, where there is one."""
 
 MAX_SEED = float(2**63 - 1)
 _ITEM_BYTES = 4
@@ -93,13 +88,14 @@ class _Builder:
         found = [
             Param(name="prompt", type="string", required=True, max_length=MAX_PROMPT, description="What to show."),
             *self._negative_prompt(),
-            *self._image(),
+            *self._pictures(),
             self._side("height"),
             self._side("width"),
             *(self._video() if output == "video" else ()),
-            self._steps(),
+            *self._steps(),
             *self._guidance(),
             *self._flow_shift(),
+            *self._strength(),
             Param(name="seed", type="integer", nullable=True, minimum=0, maximum=MAX_SEED,
                   description="Equal seeds give equal outputs; None draws one."),
             *self._sequence_length(),
@@ -139,38 +135,66 @@ class _Builder:
         return [Param(name="negative_prompt", type="string", nullable=True, max_length=MAX_PROMPT,
                       description="What to avoid; needs guidance.")]  # fmt: skip
 
-    def _image(self) -> list[Param]:
-        if "image" not in self._parts.given:
+    def _pictures(self) -> list[Param]:
+        given = self._parts.given
+        found: list[Param] = []
+        if "image" in given:
+            found.append(Param(name="image", type="image", required=True, description="The picture to start from."))
+        if MASK in given:
+            found.append(Param(name=MASK, type="image", required=True,
+                               description="Where the picture is made anew: white, or transparent."))  # fmt: skip
+        if "image" in given and LAST in self._inputs:
+            found.append(Param(name=LAST, type="image", nullable=True, description="The picture to end with."))
+        return found
+
+    def _strength(self) -> list[Param]:
+        if "image" not in self._parts.given or "strength" not in self._inputs:
             return []
-        return [Param(name="image", type="image", required=True, description="The picture to start from.")]
+        return [Param(name="strength", type="number", default=float(self._declared("strength")), minimum=0.0,
+                      maximum=1.0,
+                      description="How much of the picture is made anew; 1 is all.")]  # fmt: skip
 
     def _side(self, name: str) -> Param:
         multiple = self._side_multiple
         most = self._limit("max_side") or 2048
-        default = self._default(name) or self._fact(f"default_{name}", 512)
+        default = self._default(name) or self._declared(name) or self._fact(f"default_{name}", 512)
         return _stepped(name, default, multiple, 0, most, "Pixels.", least=multiple)
 
     def _video(self) -> list[Param]:
         params: list[Param] = []
         if "num_frames" in self._inputs:
-            most = self._limit("max_frames") or 257
-            default = self._default("num_frames") or self._fact("default_num_frames", 1)
-            params.append(
-                _stepped(
-                    "num_frames", default, self._temporal, 1, most, "Frames of the clip; 1 gives an image.", least=1
-                )
-            )
-        params.append(Param(name="fps", type="integer", default=self._default("fps"), minimum=1, maximum=120,
+            params.append(self._frames())
+        fps = self._own_default("fps") or round(self._declared("frame_rate") or 0) or self._default("fps")
+        params.append(Param(name="fps", type="integer", default=fps, minimum=1, maximum=120,
                             description="Frames per second of the file."))  # fmt: skip
         return params
 
-    def _steps(self) -> Param:
-        default = self._default("num_inference_steps") or self._inputs["num_inference_steps"].default or 50
+    def _frames(self) -> Param:
+        most = self._limit("max_frames") or 257
+        default = self._default("num_frames") or self._declared("num_frames") or self._fact("default_num_frames", 1)
+        chunk = self._declared("num_latent_frames_per_chunk")
+        if chunk:
+            # Only whole chunks are made.
+            length = self._temporal * (chunk - 1) + 1
+            return _stepped("num_frames", default, length, 0, most, "Frames of the clip.", least=length)
+        return _stepped(
+            "num_frames", default, self._temporal, 1, most, "Frames of the clip; 1 gives an image.", least=1
+        )
+
+    def _steps(self) -> list[Param]:
+        stages = self._declared(STAGE_STEPS)
+        if stages:
+            default = self._default("num_inference_steps") or sum(stages)
+            most = self._limit("max_steps") or 200
+            what = f"Denoising steps of the {len(stages)} stages of one chunk."
+            return [_stepped("num_inference_steps", default, len(stages), 0, most, what, least=len(stages))]
+        if "num_inference_steps" not in self._inputs:
+            return []
+        default = self._default("num_inference_steps") or self._declared("num_inference_steps") or 50
         # A schedule that is stretched to end at a given noise level divides by the length of its first step.
         least = 2 if _config(self._whole, "scheduler", "shift_terminal") else 1
-        return _stepped(
-            "num_inference_steps", default, 1, 0, self._limit("max_steps") or 200, "Denoising steps.", least
-        )
+        most = self._limit("max_steps") or 200
+        return [_stepped("num_inference_steps", default, 1, 0, most, "Denoising steps.", least)]
 
     def _guidance(self) -> list[Param]:
         offset = self._family.guidance_offset
@@ -184,9 +208,10 @@ class _Builder:
         found = [Param(name="guidance_scale", type="number", default=float(default if preset is None else preset),
                        minimum=least, maximum=100.0,
                        description="How strongly the prompt steers; the minimum turns guidance off.")]  # fmt: skip
-        if getattr(self._whole, SECOND_GUIDER, None) is not None:
-            found.append(Param(name="guidance_scale_2", type="number", nullable=True, minimum=least, maximum=100.0,
-                               description="The same for the second transformer; None is guidance_scale."))  # fmt: skip
+        found += [Param(name=guider.param, type="number", nullable=True, minimum=least, maximum=100.0,
+                        description=guider.description)
+                  for name, guider in GUIDERS.items()
+                  if guider.description and getattr(self._whole, name, None) is not None]  # fmt: skip
         return found
 
     def _flow_shift(self) -> list[Param]:
@@ -208,7 +233,9 @@ class _Builder:
     def _count(self) -> list[Param]:
         if not any(name in self._inputs for name in COUNT_INPUTS):
             return []
-        return [Param(name="n", type="integer", default=1, minimum=1, maximum=self._limit("max_n"),
+        # A VAE that is told a timestep is told one a prompt, which does not fit several outputs of it.
+        most = 1 if _config(self._whole, "vae", "timestep_conditioning") else self._limit("max_n")
+        return [Param(name="n", type="integer", default=1, minimum=1, maximum=most,
                       description="Outputs of one request.")]  # fmt: skip
 
     # -- facts of the model ---------------------------------------------------------------------------------------
@@ -216,6 +243,15 @@ class _Builder:
     def _default(self, name: str) -> Any:
         found = self._settings.defaults.get(name)
         return _preset(self._family.preset, name) if found is None else found
+
+    def _own_default(self, name: str) -> Any:
+        """What the model folder or the family says, without what is said of all models."""
+        found = self._settings.defaults.get(name)
+        return getattr(self._family.preset, name) if found is None else found
+
+    def _declared(self, name: str) -> Any:
+        """The default of the pipeline's own declaration."""
+        return self._inputs[name].default if name in self._inputs else None
 
     def _limit(self, name: str) -> int | None:
         found = self._settings.limits.get(name)
@@ -230,16 +266,17 @@ class _Builder:
 
     @property
     def _spatial(self) -> int:
-        return self._fact("vae_scale_factor", 0) or self._fact("vae_scale_factor_spatial", 8)
+        return factor(self._whole, SPATIAL) or 8
 
     @property
     def _temporal(self) -> int:
-        return self._fact("vae_scale_factor_temporal", 1) if "num_frames" in self._inputs else 1
+        return factor(self._whole, TEMPORAL) or 1 if "num_frames" in self._inputs else 1
 
     @property
     def _side_multiple(self) -> int:
-        """Latents are patched two by two, in the transformer or before it."""
-        return self._spatial * max(2, self._patch[-1])
+        """Most latents are patched two by two, in the transformer or before it."""
+        halved = len(self._declared(STAGE_STEPS) or [0]) - 1
+        return self._spatial * max(self._family.latent_patch, self._patch[-1]) * 2**halved
 
     @property
     def _patch(self) -> tuple[int, ...]:

@@ -11,6 +11,8 @@ from triptych.errors import ModelError
 from triptych.models import EMBEDDED
 
 INDEX = "model_index.json"
+MODULAR_INDEX = "modular_model_index.json"
+"""What Diffusers' modular pipelines save instead, alone or beside the other one."""
 
 _CONFIGS = ("*.json", "*.txt", "*.jinja", "tokenizer*/*", "processor*/*")
 _WEIGHTS = ("safetensors", "safetensors.index.json", "json")
@@ -27,8 +29,10 @@ def resolve_source(path: str, components: Iterable[str] | None = None) -> Path:
         return EMBEDDED[path]
     folder = Path(path).expanduser()
     if folder.is_dir():
-        if not (folder / INDEX).is_file():
-            raise ModelError(f"model {path!r}: the folder has no {INDEX}, so it is not a Diffusers pipeline")
+        if not _has_index(folder):
+            raise ModelError(
+                f"model {path!r}: the folder has no {INDEX} nor {MODULAR_INDEX}, so it is not a Diffusers pipeline"
+            )
         return folder
     if not _is_hub_id(path):
         raise ModelError(
@@ -40,14 +44,42 @@ def resolve_source(path: str, components: Iterable[str] | None = None) -> Path:
 
 
 def read_index(folder: Path) -> dict[str, Any]:
-    """The pipeline's index: class name, configuration values, and [library, class] of each component."""
+    """The pipeline's index: class name, configuration values, and [library, class] of each component.
+
+    A folder that has only the index of a modular pipeline gives that in the same form.
+    """
+    name = INDEX if (folder / INDEX).is_file() else MODULAR_INDEX
     try:
-        index = json.loads((folder / INDEX).read_text())
+        index = json.loads((folder / name).read_text())
     except (OSError, ValueError) as error:
-        raise ModelError(f"model {str(folder)!r}: {INDEX} cannot be read: {error}") from error
+        raise ModelError(f"model {str(folder)!r}: {name} cannot be read: {error}") from error
     if not isinstance(index, dict) or not isinstance(index.get("_class_name"), str):
-        raise ModelError(f"model {str(folder)!r}: {INDEX} does not name a pipeline class")
-    return index
+        raise ModelError(f"model {str(folder)!r}: {name} does not name a pipeline class")
+    return index if name == INDEX else _plain(folder, index)
+
+
+def _plain(folder: Path, index: dict[str, Any]) -> dict[str, Any]:
+    """A modular index without what it says of each component's place: that is the folder itself.
+
+    Raises `ModelError` for a component that lies elsewhere, because one request would fetch from several places.
+    """
+    found: dict[str, Any] = {}
+    for name, entry in index.items():
+        match entry:
+            case [library, kind, {**place}]:
+                if kind is not None and place.get("subfolder") != name:
+                    raise ModelError(
+                        f"component {name!r}: is kept in {place.get('pretrained_model_name_or_path')!r} under "
+                        f"{place.get('subfolder')!r}; put it into {str(folder / name)!r}"
+                    )
+                found[name] = [library, kind]
+            case _:
+                found[name] = entry
+    return found
+
+
+def _has_index(folder: Path) -> bool:
+    return (folder / INDEX).is_file() or (folder / MODULAR_INDEX).is_file()
 
 
 def index_components(index: dict[str, Any]) -> dict[str, tuple[str, str]]:
@@ -72,6 +104,8 @@ def _fetch(repo: str, patterns: list[str]) -> Path:
         folder = Path(snapshot_download(repo, allow_patterns=patterns))
     except (HfHubHTTPError, HFValidationError, LocalEntryNotFoundError, OSError) as error:
         raise ModelError(f"model {repo!r}: neither a local folder nor to be had from the Hub: {error}") from error
-    if not (folder / INDEX).is_file():
-        raise ModelError(f"model {repo!r}: the repository has no {INDEX}, so it is not a Diffusers pipeline")
+    if not _has_index(folder):
+        raise ModelError(
+            f"model {repo!r}: the repository has no {INDEX} nor {MODULAR_INDEX}, so it is not a Diffusers pipeline"
+        )
     return folder

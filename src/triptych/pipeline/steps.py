@@ -2,7 +2,9 @@
 
 The denoise loops differ by family in what stands before, between and after the steps, so they are not rewritten. The
 block runs in a greenlet; its loops' ``loop_step`` is wrapped, on a private copy of the block tree, to switch back to
-the caller before every step but the first. A stopped run is a suspended greenlet and nothing else. A run that resumes
+the caller before every step but the first. Where the loop goes over chunks of a video instead, each with all of its
+steps, the request's own guider, which is told of every step, does so. A stopped run is a suspended greenlet and nothing
+else. A run that resumes
 from a checkpoint passes over the steps that were done and then takes over what they had changed.
 """
 
@@ -22,6 +24,7 @@ from triptych.accel.step_cache import FIELD, StepMemory
 from triptych.errors import StageError
 from triptych.pipeline.checkpoint import Baseline, Frozen, Saved, Unsaved
 from triptych.pipeline.cut import walk
+from triptych.pipeline.names import STAGE_STEPS
 
 log = logging.getLogger(__name__)
 
@@ -59,6 +62,7 @@ class SteppedBlock:
         self._step: tuple[Any, Any] | None = None
         """Timestep and block state of the step that is being computed."""
         self._saved: Saved | None = None
+        self._pipeline = pipeline
         block = copy.deepcopy(block)
         for loop in loops(block):
             loop.set_progress_bar_config(disable=True)
@@ -92,6 +96,8 @@ class SteppedBlock:
         finally:
             if run.dead:
                 self._greenlet = self._here = None
+        if run.dead:
+            self.step = self._begun
         return outcome if run.dead or isinstance(outcome, Call) else None
 
     def checkpoint(self) -> Frozen | None:
@@ -125,6 +131,8 @@ class SteppedBlock:
         compute = loop.loop_step
 
         def loop_step(components: Any, block_state: Any, **arguments: Any) -> Any:
+            if "t" not in arguments:
+                return self._chunk(compute, components, block_state, arguments)
             index, self._begun = self._begun, self._begun + 1
             if index == 0:
                 self._enter(components, block_state, arguments)
@@ -137,9 +145,7 @@ class SteppedBlock:
                 self._saved = None
             elif index:
                 self._here = components, block_state
-                caller = getcurrent().parent
-                assert caller is not None
-                caller.switch()
+                _to_caller()
                 self._here = None
             self._step = arguments.get("t"), block_state
             self._clock.begin(*self._step, anew=True)
@@ -150,6 +156,33 @@ class SteppedBlock:
             return result
 
         return loop_step
+
+    def _chunk(self, compute: Any, components: Any, block_state: Any, arguments: dict[str, Any]) -> Any:
+        """One round of a loop over chunks. It has no checkpoints: what a chunk has done lies in its own variables."""
+        if self._saved is not None:
+            raise StageError("a loop over chunks cannot resume from a checkpoint", retryable=True)
+        if self._begun == 0:
+            self.steps = _chunks(block_state) * _length(block_state)
+            self._follow(self._pipeline.guider, block_state)
+        if self._clock.memory.wanted:
+            setattr(block_state, FIELD, {})  # the last step of one chunk says nothing of the first of the next
+        return compute(components, block_state, **arguments)
+
+    def _follow(self, guider: Any, block_state: Any) -> None:
+        """Stop where ``guider``, the request's own, is told that a step begins."""
+        told = guider.set_state
+
+        def set_state(*args: Any, timestep: Any, **more: Any) -> None:
+            if self._begun:
+                self.step += 1
+                self._step = self._clock.memory.values = None
+                _to_caller()
+            self._begun += 1
+            self._step = timestep, block_state
+            self._clock.begin(*self._step, anew=True)
+            told(*args, timestep=timestep, **more)
+
+        guider.set_state = set_state
 
     def _enter(self, components: Any, block_state: Any, arguments: dict[str, Any]) -> None:
         """Look at the state before the first step, if this is a loop over steps."""
@@ -183,6 +216,19 @@ def exact_timestep(transformer: torch.nn.Module, clock: StepClock) -> None:
     transformer.register_forward_pre_hook(restore, with_kwargs=True)
 
 
+def _to_caller() -> None:
+    caller = getcurrent().parent
+    assert caller is not None
+    caller.switch()
+
+
 def _length(block_state: Any) -> int:
+    stages = getattr(block_state, STAGE_STEPS, None)
+    if stages is not None:
+        return sum(stages)
     timesteps = getattr(block_state, "timesteps", None)
     return len(timesteps) if timesteps is not None else getattr(block_state, "num_inference_steps", 0)
+
+
+def _chunks(block_state: Any) -> int:
+    return getattr(block_state, "num_latent_chunk", 1)

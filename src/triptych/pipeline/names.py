@@ -1,0 +1,54 @@
+"""What Diffusers' pipelines call the things that requests and schemas speak of, where that differs."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+COUNT_INPUTS = ("num_videos_per_prompt", "num_images_per_prompt")
+"""What pipelines call the number of outputs."""
+
+STAGE_STEPS = "pyramid_num_inference_steps_list"
+"""What pipelines that go from small to large call the steps of each size."""
+
+MASK = "mask_image"
+"""What pipelines call the picture that says where to work."""
+
+LAST = "last_image"
+"""What pipelines call the picture to end with."""
+
+SPATIAL = (
+    "vae_scale_factor", "vae_scale_factor_spatial", "vae_spatial_compression_ratio", "vae_spatial_scale_factor",
+    "movq_scale_factor",
+)  # fmt: skip
+TEMPORAL = ("vae_scale_factor_temporal", "vae_temporal_compression_ratio", "vae_temporal_scale_factor")
+"""What pipelines call the factors by which their autoencoder compresses."""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+class Guider:
+    """The request parameter that sets a guider's scale."""
+
+    param: str
+    follows: bool = False
+    """Takes ``guidance_scale`` where its own parameter is not given."""
+    description: str = ""
+
+
+GUIDERS = {
+    "guider": Guider(param="guidance_scale"),
+    "guider_2": Guider(
+        param="guidance_scale_2",
+        follows=True,
+        description="The same for the second transformer; None is guidance_scale.",
+    ),
+    "audio_guider": Guider(
+        param="audio_guidance_scale", description="The same for the sound; None is the pipeline's own."
+    ),
+}
+"""Guider component to its parameter."""
+
+
+def factor(pipeline: Any, names: tuple[str, ...]) -> int | None:
+    """The first of ``names`` that ``pipeline`` has."""
+    return next((value for name in names if isinstance(value := getattr(pipeline, name, None), int)), None)

@@ -1,0 +1,128 @@
+"""What a request of each model may say: pictures under clients' names, and models that take no prompt."""
+
+from __future__ import annotations
+
+import io
+
+import pytest
+from PIL import Image
+
+from triptych.api.body import Body
+from triptych.api.openapi import request_body
+from triptych.api.openapi_tasks import task_body
+from triptych.api.orders import read_order
+from triptych.api.task_orders import read_fields
+from triptych.errors import BadRequest
+from triptych.wire.schema import Param, RequestSchema
+
+SIZE = (
+    Param(name="height", type="integer", default=64, minimum=16, maximum=256, multiple_of=16),
+    Param(name="width", type="integer", default=96, minimum=16, maximum=256, multiple_of=16),
+)
+IMAGE = Param(name="image", type="image", required=True)
+INPAINT = RequestSchema(
+    model="painter", pipeline="StableDiffusionXLInpaintPipeline", split="replay", task="inpainting", output="image",
+    params=(
+        Param(name="prompt", type="string", required=True), IMAGE,
+        Param(name="mask_image", type="image", required=True),
+        Param(name="strength", type="number", default=0.8, minimum=0.0, maximum=1.0),
+        Param(name="num_inference_steps", type="integer", default=4, minimum=1, maximum=100), *SIZE,
+    ),
+)  # fmt: skip
+PAIR = RequestSchema(
+    model="filmer", pipeline="WanImageToVideoPipeline", split="modular", task="image-to-video", output="video",
+    params=(
+        Param(name="prompt", type="string", required=True), IMAGE,
+        Param(name="last_image", type="image", nullable=True), *SIZE,
+        Param(name="num_frames", type="integer", default=17, minimum=1, maximum=65, multiple_of=4, remainder=1),
+        Param(name="fps", type="integer", default=8, minimum=1, maximum=120),
+    ),
+)  # fmt: skip
+WORDLESS = RequestSchema(
+    model="svd", pipeline="StableVideoDiffusionPipeline", split="replay", task="image-to-video", output="video",
+    params=(IMAGE, *SIZE, *PAIR.params[-2:]),
+)  # fmt: skip
+
+
+def png(colour: int) -> bytes:
+    file = io.BytesIO()
+    Image.new("RGB", (16, 16), (colour, 0, 0)).save(file, "PNG")
+    return file.getvalue()
+
+
+FIRST, SECOND = png(1), png(2)
+
+
+@pytest.mark.parametrize("name", ["mask", "mask_image"])
+def test_an_edit_carries_a_mask(name: str) -> None:
+    body = Body(fields={"prompt": "a cat", "strength": "0.5"}, uploads={"image": [FIRST], name: [SECOND]}, form=True)
+    order = read_order(INPAINT, body, "image")
+    assert [order.images[order.params[name]["blob"]] for name in ("image", "mask_image")] == [FIRST, SECOND]
+    assert order.params["strength"] == 0.5
+
+
+@pytest.mark.parametrize("name", ["last_frame", "last_image"])
+def test_a_video_carries_its_last_frame(name: str) -> None:
+    uploads = {name: [SECOND], "input_reference": [FIRST]}
+    order = read_order(PAIR, Body(fields={"prompt": "a cat"}, uploads=uploads), "video")
+    assert [order.images[order.params[name]["blob"]] for name in ("image", "last_image")] == [FIRST, SECOND]
+
+
+@pytest.mark.parametrize(
+    ("schema", "fields", "uploads", "message"),
+    [
+        (PAIR, {"prompt": "a"}, {"image": [FIRST], "mask": [SECOND]}, r"mask: model 'filmer' .* takes no mask"),
+        (PAIR, {"prompt": "a", "strength": 0.5}, {"image": [FIRST]}, r"strength: model 'filmer' .* takes no strength"),
+        (WORDLESS, {}, {"image": [FIRST], "last_frame": [SECOND]}, r"last_frame: model 'svd' .* takes no last frame"),
+        (WORDLESS, {"prompt": "a"}, {"image": [FIRST]}, r"prompt: model 'svd' \(image-to-video\) takes no prompt"),
+        (WORDLESS, {}, {}, "image: is required"),
+        (PAIR, {"prompt": "a"}, {"image": [FIRST], "last_image": [FIRST], "last_frame": [SECOND]}, "given twice"),
+    ],
+)
+def test_what_a_model_does_not_take_is_refused_by_name(
+    schema: RequestSchema, fields: dict[str, object], uploads: dict[str, list[bytes]], message: str
+) -> None:
+    with pytest.raises(BadRequest, match=message):
+        read_order(schema, Body(fields=dict(fields), uploads=uploads), "video")
+
+
+def test_a_strength_that_leaves_no_step_is_refused() -> None:
+    body = Body(fields={"prompt": "a", "strength": 0.2}, uploads={"image": [FIRST], "mask": [SECOND]})
+    with pytest.raises(BadRequest, match=r"strength=0.2: must be at least 0.25 at 4 steps"):
+        read_order(INPAINT, body, "image")
+    assert read_order(INPAINT, Body(fields=body.fields | {"num_inference_steps": 5}, uploads=body.uploads), "image")
+
+
+def test_a_mask_is_required_where_the_model_needs_one() -> None:
+    with pytest.raises(BadRequest, match="mask_image: is required"):
+        read_order(INPAINT, Body(fields={"prompt": "a"}, uploads={"image": [FIRST]}), "image")
+
+
+def test_a_model_without_prompt_is_asked_without_one() -> None:
+    order = read_order(WORDLESS, Body(fields={}, uploads={"input_reference": [FIRST]}), "video")
+    assert order.params == {
+        "image": {"blob": 0}, "height": 64, "width": 96, "num_frames": 17, "fps": 8, "output_format": "mp4",
+    }  # fmt: skip
+
+
+def test_the_task_api_has_its_own_names_for_pictures() -> None:
+    uploads = {"image_file": [FIRST], "last_frame_file": [SECOND]}
+    fields = read_fields(PAIR, Body(fields={"prompt": "a"}, uploads=uploads, form=True), "video")
+    assert fields.body.uploads == {"image": [FIRST], "last_image": [SECOND]}
+    fields = read_fields(
+        INPAINT, Body(fields={"prompt": "a", "image_path": "a.png", "image_mask_path": "b.png"}), "image"
+    )
+    assert (fields.body.fields["image"], fields.body.fields["mask_image"]) == ("a.png", "b.png")
+    with pytest.raises(BadRequest, match=r"image_mask_path: model 'filmer' .* takes no mask"):
+        read_fields(PAIR, Body(fields={"prompt": "a", "image_mask_path": "b.png"}), "video")
+    assert read_fields(PAIR, Body(fields={"prompt": "a", "image_mask_path": ""}), "video").body.fields == {
+        "prompt": "a"
+    }
+
+
+def test_the_document_names_them_too() -> None:
+    assert {"mask", "mask_image"} <= request_body(INPAINT, "image", form=True)["properties"].keys()
+    assert {"last_frame", "last_image"} <= request_body(PAIR, "video", form=False)["properties"].keys()
+    assert "prompt" not in request_body(WORDLESS, "video", form=False)["properties"]
+    assert {"image_path", "image_mask_path"} <= set(task_body(INPAINT, "image", form=False)["required"])
+    assert "last_frame_file" in task_body(PAIR, "video", form=True)["properties"]
