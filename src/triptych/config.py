@@ -268,12 +268,21 @@ class ServerConfig:
     """Largest request body, and largest picture fetched for one."""
     max_live_requests: int = 1000
     """Requests that wait or run at the same time; more are put off with 429."""
+    max_queue: int | None = None
+    """Requests that wait for an instance at the same time (``--max-queue``); None: as many as may be live."""
+    max_wait: float | None = None
+    """Predicted seconds of waiting beyond which requests are put off (``--max-wait``); their own queue timeout in any
+    case."""
+    timeout_cap: float = 3600.0
+    """Most seconds that a request may ask for as its own timeouts (``--timeout-cap``); the server's own if greater."""
     task_ports: tuple[int, int, int] | None = None
     """HTTP ports on which a task comes in three posts, to encoder, transformer and decoder; metrics lie 10000 above."""
     api_keys: tuple[str, ...] = ()
     """Digests (``sha256:`` and 64 hex digits) of the keys of the HTTP door; without any, it is open to everybody."""
     max_concurrency_per_key: int | None = None
     """Requests of one key that wait or run at the same time; more are put off with 429."""
+    max_rate_per_key: int | None = None
+    """Requests that one key may start in a minute; more are put off with 429."""
     input_root: Path | None = None
     """Folder from which requests may name pictures by path; None: by no path."""
     allow_image_urls: bool = False
@@ -291,6 +300,7 @@ class ServerConfig:
         if self.scheduler_port <= self.port <= self.scheduler_port + 3:
             raise ConfigError(f"port={self.port} collides with the scheduler ports {self.scheduler_port} to +3")
         _positive(self, "run_timeout", "queue_timeout", "retained_jobs", "max_upload_bytes", "max_live_requests")
+        _positive(self, "timeout_cap", *(name for name in ("max_queue", "max_wait") if getattr(self, name) is not None))
         self._check_task_ports()
         self._check_keys()
         if self.retained_seconds is not None:
@@ -301,6 +311,11 @@ class ServerConfig:
             for url in urls:
                 parse_tcp_url(f"{role}-urls", url)
         _check_reach("host", self.host, self.key_dir, self.insecure)
+        if self.host not in LOOPBACK and not self.api_keys and not self.insecure:
+            raise ConfigError(
+                f"host={self.host!r} opens the HTTP API beyond loopback without authentication; pass --api-key-file "
+                "FILE, or pass --insecure to accept that (a proxy before it may ask for passwords)"
+            )
 
     @property
     def http_ports(self) -> tuple[int, ...]:
@@ -312,12 +327,12 @@ class ServerConfig:
         for digest in self.api_keys:
             if not (digest.startswith(KEY_PREFIX) and len(digest) == len(KEY_PREFIX) + 64):
                 raise ConfigError("api-key: must be the digest of a key, sha256: and 64 hex digits")
-        if self.max_concurrency_per_key is not None:
-            _positive(self, "max_concurrency_per_key")
+        for name in ("max_concurrency_per_key", "max_rate_per_key"):
+            if getattr(self, name) is None:
+                continue
+            _positive(self, name)
             if not self.api_keys:
-                raise ConfigError(
-                    f"max-concurrency-per-key={self.max_concurrency_per_key}: needs --api-key or a key file"
-                )
+                raise ConfigError(f"{name.replace('_', '-')}={getattr(self, name)}: needs --api-key or a key file")
 
     def _check_task_ports(self) -> None:
         for port in self.task_ports or ():

@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 
 from triptych.cli.main import main
+from triptych.errors import ConfigError
 from triptych.launch.args import ServerArgs
 from triptych.transport.control.keys import load_keys
 
@@ -34,5 +35,15 @@ def test_keys_allow_what_needs_insecure_without_them() -> None:
     args = ServerArgs.from_kwargs(**said, disagg_p2p_hostname="10.0.0.2", disagg_key_dir="keys", device="cpu")
     config = args.instance_config(default_device="cpu")
     assert (config.key_dir, config.insecure) == (Path("keys"), False)
-    server = ServerArgs.from_kwargs(disagg_role="server", host="10.0.0.1", disagg_key_dir=Path("keys"))
-    assert server.server_config().key_dir == Path("keys")
+    said = {"disagg_role": "server", "host": "10.0.0.1", "disagg_key_dir": Path("keys")}
+    server = ServerArgs.from_kwargs(**said, api_key="the-key-of-the-door").server_config()
+    assert (server.key_dir, server.insecure) == (Path("keys"), False)
+
+
+def test_keys_of_the_control_plane_open_no_http_door() -> None:
+    said = {"disagg_role": "server", "host": "10.0.0.1", "disagg_key_dir": Path("keys")}
+    with pytest.raises(ConfigError, match="opens the HTTP API beyond loopback"):
+        ServerArgs.from_kwargs(**said).server_config()
+    assert ServerArgs.from_kwargs(**said, insecure=True).server_config().key_dir == Path("keys")
+    with pytest.raises(ConfigError, match="disagg-key-dir"):
+        ServerArgs.from_kwargs(disagg_role="server", host="10.0.0.1", api_key="the-key-of-the-door").server_config()

@@ -142,9 +142,10 @@ def stop_all(processes: Iterable[Process], number: signals.Signals = signals.SIG
 class Api:
     """The HTTP API as a plain user speaks it."""
 
-    def __init__(self, url: str) -> None:
+    def __init__(self, url: str, *, key: str | None = None) -> None:
         self.url = url
-        self._http = httpx.Client(base_url=url, timeout=60, trust_env=False)
+        headers = {} if key is None else {"authorization": f"Bearer {key}"}
+        self._http = httpx.Client(base_url=url, headers=headers, timeout=60, trust_env=False)
 
     def close(self) -> None:
         self._http.close()

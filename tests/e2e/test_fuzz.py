@@ -29,6 +29,9 @@ GROWTH = 32 << 20
 what the queues hold at one moment, and for what the allocator keeps of them."""
 
 
+API_KEY = "an-operator-sees-epochs"
+
+
 class Target:
     """A server and an instance without a model, each a process of its own."""
 
@@ -37,7 +40,7 @@ class Target:
         self.server = Process(
             "server",
             ["serve", "--disagg-role", "server", "--port", str(self.port), "--scheduler-port", str(self.frontend),
-             "--output-dir", str(folder / "outputs")],
+             "--output-dir", str(folder / "outputs"), "--api-key", API_KEY],
             folder,
         )  # fmt: skip
         self.log = folder / "instance.log"
@@ -47,7 +50,7 @@ class Target:
                  f"tcp://127.0.0.1:{self.work}", "encoder,denoiser,decoder", "4"],
                 stdin=subprocess.PIPE, stdout=log, stderr=log, env=environment(),
             )  # fmt: skip
-        self.api = Api(f"http://127.0.0.1:{self.port}")
+        self.api = Api(f"http://127.0.0.1:{self.port}", key=API_KEY)
         self.ports = {name: self.frontend + n for n, name in enumerate(("frontend", "encoder", "denoiser", "decoder"))}
 
     def honest(self) -> None:

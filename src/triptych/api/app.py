@@ -13,7 +13,6 @@ from triptych.api.context import Context
 from triptych.api.desk import Desk
 from triptych.api.events import Events
 from triptych.api.files import Files
-from triptych.api.forecast import Forecast
 from triptych.api.gate import Gate, HttpMetrics
 from triptych.api.images import ImageRoutes
 from triptych.api.keys import KeyGuard
@@ -22,6 +21,7 @@ from triptych.api.operations import Operations
 from triptych.api.task_book import TaskBook
 from triptych.api.task_service import TaskService
 from triptych.api.tasks import Tasks
+from triptych.api.timeouts import caps
 from triptych.api.videos import Videos
 from triptych.config import ServerConfig
 from triptych.server.service import DiffusionService
@@ -48,13 +48,11 @@ def create_app(service: DiffusionService, config: ServerConfig, *, stopping: Cal
         app.add_middleware(KeyGuard, digests=config.api_keys)
     app.add_middleware(Gate, max_body=config.max_upload_bytes, metrics=HttpMetrics(service.registry))
     errors.install(app)
-    forecast = Forecast()
     context = Context(
         service=service,
         config=config,
         desk=Desk(service, config),
-        forecast=forecast,
-        events=Events(service, forecast, stopping),
+        events=Events(service, stopping),
     )
     Videos(context).add_to(app)
     ImageRoutes(context).add_to(app)
@@ -65,7 +63,7 @@ def create_app(service: DiffusionService, config: ServerConfig, *, stopping: Cal
     Operations(service, keys=bool(config.api_keys)).add_to(app)
 
     def openapi() -> dict[str, Any]:
-        return describe(app, service.schema(), keys=bool(config.api_keys))
+        return describe(app, service.schema(), keys=bool(config.api_keys), timeouts=caps(config))
 
     app.openapi = openapi
     return app

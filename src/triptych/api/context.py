@@ -6,7 +6,6 @@ from dataclasses import dataclass
 
 from triptych.api.desk import Desk
 from triptych.api.events import Events
-from triptych.api.forecast import Forecast
 from triptych.config import ServerConfig
 from triptych.server.service import DiffusionService
 
@@ -18,5 +17,4 @@ class Context:
     service: DiffusionService
     config: ServerConfig
     desk: Desk
-    forecast: Forecast
     events: Events

@@ -17,6 +17,7 @@ from triptych.api.limits import Limits
 from triptych.api.orders import Order, Output, accepted, check_handoff, picture_fields, picture_params, read_order
 from triptych.api.ready import need_schema
 from triptych.api.references import References
+from triptych.api.timeouts import read_timeouts
 from triptych.api.views import metadata_of
 from triptych.config import MIB, ServerConfig
 from triptych.errors import BadRequest
@@ -33,6 +34,7 @@ class Desk:
 
     def __init__(self, service: DiffusionService, config: ServerConfig) -> None:
         self._service = service
+        self._config = config
         self._limits = Limits(service, config)
         self._references = References(config)
         self._pictures: OrderedDict[RequestId, tuple[bytes, ...]] = OrderedDict()
@@ -46,9 +48,10 @@ class Desk:
         pictures = picture_fields(schema, output)
         if pictures:
             body = await self._references.resolve(body, pictures, paths=paths)
+        timeouts, body = read_timeouts(body, self._config)
         order = await to_thread.run_sync(read_order, schema, body, output)
         check_handoff(schema, order.params, self._service.smallest_pool())
-        return order
+        return replace(order, timeouts=timeouts)
 
     async def submit(
         self,
@@ -68,12 +71,16 @@ class Desk:
         if key is not None and (known := await self._service.repeated(key)) is not None:
             return known  # however busy the server is
         caller: str | None = request.scope.get(CALLER)
-        with self._limits.entering(caller) as enter:
+        timeouts = order.timeouts
+        assert timeouts is not None  # `read` has set them
+        with self._limits.entering(caller, timeouts) as enter:
             record = await self._service.submit(
                 dict(order.params if params is None else params),
                 output=output,
                 images=order.images,
                 metadata=metadata_of(order) | dict(metadata or {}) | ({} if caller is None else {CALLER: caller}),
+                queue_timeout=timeouts.queue,
+                run_timeout=timeouts.run,
                 idempotency_key=key,
             )
             enter(record.id)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import math
 from collections.abc import Mapping
 
 from fastapi import FastAPI, Request
@@ -20,7 +21,10 @@ CLIENT_CLOSED = 499
 """What log and metrics see of a client that hung up; nobody else does."""
 
 RETRY_SECONDS = "5"
-"""Retry-After of answers that time alone may change."""
+"""Retry-After of answers that time alone may change, when nothing better is known."""
+
+LONGEST_RETRY = 3600
+"""Seconds; forecasts beyond it are guesses."""
 
 
 class ModelNotFound(BadRequest):
@@ -84,11 +88,15 @@ class TaskExists(BadRequest):
 
 
 class TooBusy(TriptychError):
-    """Too much is waiting already; the message says what."""
+    """Too much is waiting already; the message says what. ``retry_after``: seconds, as far as one can tell."""
 
     blame = Blame.CALLER
     status = 429
     code = "too_busy"
+
+    def __init__(self, message: str, *, retry_after: float | None = None) -> None:
+        super().__init__(f"{message}; try again later")
+        self.retry_after = retry_after
 
 
 class JobCancelled(TriptychError):
@@ -133,8 +141,10 @@ def error_response(
 def typed_response(error: TriptychError) -> JSONResponse:
     """The response of an error that Triptych raised on purpose."""
     headers: dict[str, str] = {}
-    if isinstance(error, NotReady) or error.status == 429:
+    if isinstance(error, NotReady | TooBusy):
         headers["retry-after"] = RETRY_SECONDS
+    if isinstance(error, TooBusy) and error.retry_after is not None:
+        headers["retry-after"] = str(min(LONGEST_RETRY, max(1, math.ceil(error.retry_after))))
     if isinstance(error, RangeNotSatisfiable):
         headers["content-range"] = f"bytes */{error.size}"
     if isinstance(error, BodyStalled):

@@ -15,10 +15,11 @@ from typing import Any, Final
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
-from triptych.api.forecast import RUNNING, Forecast, live_instances
 from triptych.api.shapes import JobError, JobEvent
 from triptych.api.views import error_of, progress_of, status_of, step_of
 from triptych.core.events import JobState
+from triptych.core.forecast import Outlook
+from triptych.core.states import COUNTS_AS_RUNNING
 from triptych.errors import NotFound, NotReady
 from triptych.server.records import JobRecord
 from triptych.server.service import DiffusionService
@@ -47,35 +48,29 @@ KEEP_ALIVE: Final = b": keep-alive\n\n"
 
 
 class Progress:
-    """What one reader has been told, and the pace of the steps that it saw."""
+    """What one reader has been told."""
 
-    def __init__(self, service: DiffusionService, forecast: Forecast, name: str) -> None:
+    def __init__(self, service: DiffusionService, name: str) -> None:
         self._name = name
-        self._forecast = forecast
-        self._instances = live_instances(service)
+        self._service = service
         self._told: tuple[JobState, int, int | None, int] | None = None
-        self._first_step: tuple[float, int, int] | None = None
-        """Time, step and attempt at which steps began to be seen."""
 
-    def event(self, record: JobRecord, now: float) -> bytes | None:
-        """The event that tells what is new in ``record``; None when nothing is. ``now``: seconds of a steady clock."""
+    def event(self, record: JobRecord) -> bytes | None:
+        """The event that tells what is new in ``record``; None when nothing is."""
         view = record.view
         told = (view.state, view.step, view.position, view.attempt)
         if told == self._told:
             return None
         before, self._told = self._told, told
-        self._forecast.learn(record)
-        starts_in = self._forecast.starts_in(view, self._instances)
-        ends_in = self._forecast.ends_in(view, starts_in, self._pace(record, now))
         stepped = before is not None and before[0] is view.state
-        return frame(_name(record, stepped), self._body(record, starts_in, ends_in))
+        return frame(_name(record, stepped), self._body(record, self._service.outlook(record.id)))
 
     def deleted(self, record: JobRecord) -> bytes:
         """The last event of a job that was deleted while it was followed."""
         gone = JobError(code="cancelled", message="the job was deleted")
-        return frame("failed", self._body(record, None, None).model_copy(update={"status": "failed", "error": gone}))
+        return frame("failed", self._body(record, Outlook()).model_copy(update={"status": "failed", "error": gone}))
 
-    def _body(self, record: JobRecord, starts_in: float | None, ends_in: float | None) -> JobEvent:
+    def _body(self, record: JobRecord, outlook: Outlook) -> JobEvent:
         view = record.view
         step, steps = step_of(record)
         return JobEvent(
@@ -87,21 +82,10 @@ class Progress:
             steps=steps,
             attempt=view.attempt,
             position=view.position,
-            starts_in_seconds=starts_in,
-            eta_seconds=0.0 if record.ended else ends_in,
+            starts_in_seconds=outlook.starts_in,
+            eta_seconds=0.0 if record.ended else outlook.ends_in,
             error=error_of(view),
         )
-
-    def _pace(self, record: JobRecord, now: float) -> float | None:
-        """Seconds a step; None until two were seen."""
-        view = record.view
-        if view.state is not JobState.DENOISING_RUNNING:
-            self._first_step = None
-            return None
-        if self._first_step is None or self._first_step[2] != view.attempt or view.step < self._first_step[1]:
-            self._first_step = (now, view.step, view.attempt)
-        begun, first, _ = self._first_step
-        return (now - begun) / (view.step - first) if view.step > first else None
 
 
 def _name(record: JobRecord, stepped: bool) -> str:
@@ -110,7 +94,7 @@ def _name(record: JobRecord, stepped: bool) -> str:
         return "done"
     if record.ended:
         return "failed"
-    if state not in RUNNING:
+    if state not in COUNTS_AS_RUNNING:
         return "queued"
     return "step" if stepped else "stage"
 
@@ -123,9 +107,8 @@ def frame(name: str, body: JobEvent) -> bytes:
 class Events:
     """Makes the streams; ``stopping`` says that the server is about to end."""
 
-    def __init__(self, service: DiffusionService, forecast: Forecast, stopping: Callable[[], bool]) -> None:
+    def __init__(self, service: DiffusionService, stopping: Callable[[], bool]) -> None:
         self._service = service
-        self._forecast = forecast
         self.stopping = stopping
 
     def respond(self, record: JobRecord, name: str) -> EventStream:
@@ -134,7 +117,7 @@ class Events:
 
     async def follow(self, record: JobRecord, name: str) -> AsyncGenerator[bytes]:
         """Events of a job until its end or its deletion."""
-        progress = Progress(self._service, self._forecast, name)
+        progress = Progress(self._service, name)
         source = self._service.watch(record.id)
         changed = asyncio.ensure_future(anext(source, None))
         spoken = time.monotonic()
@@ -145,7 +128,7 @@ class Events:
                     changed.result()
                     changed = asyncio.ensure_future(anext(source, None))
                 record = self._service.get(record.id)  # as it is now: the reader may have been slow
-                event = progress.event(record, time.monotonic())
+                event = progress.event(record)
                 if event is not None or time.monotonic() - spoken >= KEEP_ALIVE_SECONDS:
                     spoken = time.monotonic()
                     yield event or KEEP_ALIVE

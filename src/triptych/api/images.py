@@ -33,9 +33,7 @@ class ImageRoutes:
     def __init__(self, context: Context) -> None:
         self._service = context.service
         self._desk = context.desk
-        self._waiting = Waiting(context.service, context.forecast)
-        config = context.config
-        self._deadline = config.queue_timeout + config.run_timeout + GRACE_SECONDS
+        self._waiting = Waiting(context.service)
 
     def add_to(self, app: FastAPI) -> None:
         """Add the routes. An edit is a generation that starts from a picture: the model says whether it takes one."""
@@ -58,7 +56,8 @@ class ImageRoutes:
         """Make ``n`` images of one prompt."""
         order = await self._desk.read(await read_body(request), "image")
         async with self._jobs(request, need_schema(self._service), order) as jobs:
-            records = await self._waiting.outcome(request, jobs, self._deadline)
+            assert order.timeouts is not None  # the desk has set them
+            records = await self._waiting.outcome(request, jobs, order.timeouts.total + GRACE_SECONDS)
             if records is None:
                 return Response(status_code=CLIENT_CLOSED)
             files = [file for record in records for file in record.files][: order.count]

@@ -1,15 +1,18 @@
-"""How many requests may be live at once: in all, and of one API key."""
+"""What is taken in: how many requests at once, how long they would wait, and how many of one API key."""
 
 from __future__ import annotations
 
+import time
 from collections import Counter
 from collections.abc import Callable, Generator
 from contextlib import contextmanager
 
 from triptych.api.errors import TooBusy
 from triptych.api.keys import CALLER
+from triptych.api.rates import Rates
+from triptych.api.timeouts import Timeouts
 from triptych.config import ServerConfig
-from triptych.core.states import TERMINAL
+from triptych.core.states import COUNTS_AS_WAITING, TERMINAL
 from triptych.errors import NotFound
 from triptych.ids import RequestId
 from triptych.server.service import DiffusionService
@@ -22,23 +25,43 @@ class Limits:
         self._service = service
         self._most = config.max_live_requests
         self._most_of_key = config.max_concurrency_per_key
+        self._most_waiting = config.max_queue
+        self._longest_wait = config.max_wait
+        self._rates = None if config.max_rate_per_key is None else Rates(config.max_rate_per_key)
         self._entering: Counter[str | None] = Counter()
         self._jobs: dict[str, set[RequestId]] = {}
         """Jobs of each key that have been live lately."""
 
     @contextmanager
-    def entering(self, caller: str | None) -> Generator[Callable[[RequestId], None]]:
+    def entering(self, caller: str | None, timeouts: Timeouts) -> Generator[Callable[[RequestId], None]]:
         """Hold room for one request while its job is made; call what is given with the job's id. Raises `TooBusy`."""
-        states = self._service.states()
-        live = sum(count for state, count in states.items() if state not in TERMINAL) + self._entering.total()
-        if live >= self._most:
-            raise TooBusy(f"{live} requests wait or run already, as many as this server takes; try again later")
+        self._check_all(timeouts)
         self._check_key(caller)
+        if self._rates is not None and caller is not None:
+            self._rates.take(caller, time.monotonic())
         self._entering[caller] += 1
         try:
             yield lambda job: self._entered(caller, job)
         finally:
             self._entering[caller] -= 1
+
+    def _check_all(self, timeouts: Timeouts) -> None:
+        """Raises `TooBusy` when there is too much of everybody's."""
+        states, entering = self._service.states(), self._entering.total()
+        live = sum(count for state, count in states.items() if state not in TERMINAL) + entering
+        if live >= self._most:
+            raise TooBusy(f"{live} requests wait or run already, as many as this server takes")
+        wait = self._service.predicted_wait()
+        waiting = sum(states[state] for state in COUNTS_AS_WAITING) + entering
+        if self._most_waiting is not None and waiting >= self._most_waiting:
+            turn = None if wait is None else wait / max(1, live)
+            raise TooBusy(f"{waiting} requests wait already, as many as may (--max-queue)", retry_after=turn)
+        longest = timeouts.queue if self._longest_wait is None else min(self._longest_wait, timeouts.queue)
+        if wait is not None and wait > longest:
+            raise TooBusy(
+                f"a request that comes now would wait for about {wait:.0f} s, and {longest:g} s are the most",
+                retry_after=wait - longest,
+            )
 
     def _entered(self, caller: str | None, job: RequestId) -> None:
         if caller in self._jobs:
@@ -54,7 +77,7 @@ class Limits:
         self._jobs[caller] = jobs = {job for job in jobs if self._is_live(job)}
         count = len(jobs) + self._entering[caller]
         if count >= self._most_of_key:
-            raise TooBusy(f"{count} requests of this API key wait or run already, as many as it may; try again later")
+            raise TooBusy(f"{count} requests of this API key wait or run already, as many as it may")
 
     def _is_live(self, job: RequestId) -> bool:
         try:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any, Final
 
 from fastapi import FastAPI
@@ -11,6 +12,7 @@ from triptych.api.keys import OPEN
 from triptych.api.openapi_params import FILE, REFERENCE, nullable, property_of, seconds_schema, size_pattern
 from triptych.api.openapi_tasks import KINDS, UNKNOWN, remix_body, task_body
 from triptych.api.orders import RESPONSE_FORMATS, Output, accepted, model_names, picture_fields, spoken
+from triptych.api.timeouts import timeout_schemas
 from triptych.wire.schema import Param, RequestSchema
 
 _PICTURES: Final = "image/png, image/jpeg, image/webp"
@@ -29,9 +31,27 @@ _TASK_PATHS: Final[dict[str, Output]] = {
     "/v1/tasks/image/sync": "image",
 }
 
+_BODIES: Final = frozenset(
+    f"{what}{form}"
+    for what, forms in (
+        ("Video", ("Request", "Form")),
+        ("Image", ("Request", "Form")),
+        ("VideoTask", ("", "Form")),
+        ("ImageTask", ("", "Form")),
+        ("Remix", ("", "Form")),
+    )
+    for form in forms
+)
+"""Names of the bodies that start a job."""
 
-def describe(app: FastAPI, schema: RequestSchema | None, *, keys: bool) -> dict[str, Any]:
-    """The document as of now; request bodies stay open objects until a model is known. ``keys``: keys are needed."""
+
+def describe(
+    app: FastAPI, schema: RequestSchema | None, *, keys: bool, timeouts: Mapping[str, float]
+) -> dict[str, Any]:
+    """The document as of now; request bodies stay open objects until a model is known. ``keys``: keys are needed.
+
+    ``timeouts``: the most seconds that a request may ask for, by field.
+    """
     document = get_openapi(title=app.title, version=app.version, routes=app.routes)
     for operations in document["paths"].values():
         for operation in operations.values():
@@ -51,6 +71,10 @@ def describe(app: FastAPI, schema: RequestSchema | None, *, keys: bool) -> dict[
         _set_content(document, "/v1/videos/{video_id}/remix", kind, f"Remix{form}", remix_body(schema, form=bool(form)))
     for path in _MEDIA_PATHS:
         _set_media(document["paths"][path]["get"])
+    if schema is not None:
+        for name in _BODIES & schemas.keys():
+            body, limits = schemas[name], timeout_schemas(timeouts, form=name.endswith("Form"))
+            schemas[name] = body | {"properties": body["properties"] | limits}
     if keys:
         _need_keys(document)
     return document

@@ -17,6 +17,7 @@ from typing import Any, Final, Literal, TypeAlias
 from triptych.api.body import Body
 from triptych.api.errors import BodyTooLarge, ModelNotFound
 from triptych.api.pictures import clean_picture
+from triptych.api.timeouts import TIMEOUTS, Timeouts
 from triptych.api.validation import bounded, check, nearest, read_number, read_text, refuse, unknown_field
 from triptych.errors import BadRequest
 from triptych.wire.schema import Param, RequestSchema
@@ -65,6 +66,8 @@ class Order:
     response_format: str
     count: int
     """Images wanted; 1 for a video."""
+    timeouts: Timeouts | None = None
+    """None: the server's own."""
 
 
 def model_names(schema: RequestSchema) -> tuple[str, ...]:
@@ -94,7 +97,7 @@ def accepted(schema: RequestSchema, output: Output) -> dict[str, Param]:
 def spoken(schema: RequestSchema, output: Output) -> set[str]:
     """Every field name that a request for ``output`` may carry."""
     params = accepted(schema, output)
-    names = {"model", *params}
+    names = {"model", *TIMEOUTS, *params}
     if {"width", "height"} <= params.keys():
         names.add("size")
     if {"num_frames", "fps"} <= params.keys():

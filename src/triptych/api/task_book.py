@@ -138,7 +138,6 @@ class TaskBook:
                 error_type=None if reason is None else reason.code,
                 save_result_path=task.save_path,
             )
-        self._context.forecast.learn(task)
         problem = await self.saved.ensure(task)
         error = error_of(task.view)
         return TaskStatus(

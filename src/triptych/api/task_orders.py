@@ -16,6 +16,7 @@ from typing import Any, Final, cast
 
 from triptych.api.body import Body
 from triptych.api.orders import Output, accepted, picture_params
+from triptych.api.timeouts import TIMEOUTS
 from triptych.api.validation import nearest, read_integer, read_text, refuse, unknown_field
 from triptych.errors import BadRequest
 from triptych.wire.schema import RequestSchema
@@ -158,7 +159,7 @@ def _place(target: dict[str, Any], names: dict[str, str], name: str, spoken: str
 def _target(schema: RequestSchema, output: Output, name: str) -> str:
     """The house's name of a field."""
     if name not in PICTURES:
-        if name not in RENAMED and name not in accepted(schema, output) and name not in ("model", "size"):
+        if name not in RENAMED and name not in accepted(schema, output) and name not in ("model", "size", *TIMEOUTS):
             raise unknown_field(name, known_fields(schema, output))
         return RENAMED.get(name, name)
     pictures = picture_params(schema, output)
@@ -175,7 +176,7 @@ def known_fields(schema: RequestSchema, output: Output) -> set[str]:
     old = {spoken for spoken, name in RENAMED.items() if name in params}
     pictures = picture_params(schema, output)
     old |= {spoken for spoken, own in PICTURES.items() if (own in pictures if own else bool(pictures))}
-    return {"model", "size", *params, *old, *TASK_FIELDS}
+    return {"model", "size", *TIMEOUTS, *params, *old, *TASK_FIELDS}
 
 
 def _save_path(value: Any, output: Output) -> str:

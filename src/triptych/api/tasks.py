@@ -29,7 +29,7 @@ class Tasks:
     def __init__(self, context: Context, book: TaskBook) -> None:
         self._context = context
         self._book = book
-        self._waiting = Waiting(context.service, context.forecast)
+        self._waiting = Waiting(context.service)
 
     def add_to(self, app: FastAPI) -> None:
         """Add the routes."""

@@ -84,7 +84,7 @@ class Tickets:
                 ticket.parts.add(part)
                 return ticket
         if sum(ticket.open for ticket in self._tickets.values()) >= MOST_OPEN:
-            raise TooBusy(f"{MOST_OPEN} tasks wait for the posts of their other roles; try again later")
+            raise TooBusy(f"{MOST_OPEN} tasks wait for the posts of their other roles")
         ticket = self.name(task_id, output=output, save_path=save_path, now=now, clock=clock)
         ticket.key = key
         ticket.parts.add(part)

@@ -37,7 +37,6 @@ class Videos:
     def __init__(self, context: Context) -> None:
         self._service = context.service
         self._desk = context.desk
-        self._forecast = context.forecast
         self._events = context.events
         self._derived = Derived()
         self._kept = context.config.retained_seconds
@@ -118,7 +117,6 @@ class Videos:
     async def retrieve(self, video_id: str, response: Response) -> Video:
         """The job as it is now."""
         record = self._find(video_id)
-        self._forecast.learn(record)
         video = self._shown(record)
         if video.status in ("queued", "in_progress"):
             response.headers["openai-poll-after-ms"] = POLL_MILLISECONDS

@@ -9,7 +9,6 @@ from contextlib import suppress
 from starlette.requests import Request
 
 from triptych.api.errors import DeadlinePassed, JobCancelled
-from triptych.api.forecast import Forecast
 from triptych.api.views import error_of
 from triptych.core.events import JobState
 from triptych.errors import BadRequest, NotFound, StageError
@@ -21,9 +20,8 @@ from triptych.server.service import DiffusionService
 class Waiting:
     """Waits for jobs on behalf of HTTP requests."""
 
-    def __init__(self, service: DiffusionService, forecast: Forecast) -> None:
+    def __init__(self, service: DiffusionService) -> None:
         self._service = service
-        self._forecast = forecast
 
     async def outcome(self, request: Request, jobs: Sequence[JobRecord], seconds: float) -> list[JobRecord] | None:
         """The ended jobs, all of them done; None when the client hung up first, and then the jobs are deleted.
@@ -54,7 +52,6 @@ class Waiting:
 
     async def _end(self, job: JobRecord) -> JobRecord:
         record = await self._service.wait(job.id)
-        self._forecast.learn(record)
         error = error_of(record.view)
         if error is None:
             return record

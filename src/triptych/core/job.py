@@ -6,6 +6,7 @@ from dataclasses import dataclass, field
 from math import inf
 from typing import Any
 
+from triptych.core.cost import Size
 from triptych.core.events import JobState, JobView, StageTiming
 from triptych.core.states import COUNTS_AS_RUNNING, COUNTS_AS_WAITING, transition
 from triptych.ids import ROLES, CopyId, Epoch, InstanceId, RequestId, Role
@@ -144,6 +145,8 @@ class Job:
     storing: bool = False
     awaited: Awaited | None = None
     """Until it is None, the request stands in no queue."""
+    size: Size | None = None
+    """What its cost depends on; None until somebody asks."""
     step: int = 0
     steps: int = 0
     outputs: dict[Role, tuple[tuple[CopyId, Role], ...]] = field(

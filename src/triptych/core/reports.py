@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import TypeAlias, assert_never
 
+from triptych.core.cost import Costs, size_of
 from triptych.core.events import JobState, StageDone, StageTiming, StoreFiles
 from triptych.core.job import Copy, Grant, Job
 from triptych.core.ledger import Ledger
@@ -34,8 +35,9 @@ _PULLS = 2
 class Reports:
     """Handlers of stage reports over the ledger."""
 
-    def __init__(self, ledger: Ledger, safekeeping: Safekeeping) -> None:
+    def __init__(self, ledger: Ledger, safekeeping: Safekeeping, costs: Costs) -> None:
         self._ledger = ledger
+        self._costs = costs
         self._safekeeping = safekeeping
 
     def handle(self, message: Report) -> None:
@@ -283,6 +285,11 @@ class Reports:
 
     def _time(self, job: Job, grant: Grant, compute: float, staging: float) -> None:
         assert grant.started is not None
+        if job.size is None:
+            job.size = size_of(self._ledger.schema, job.params)
+        taken_over = job.resumed_from / job.steps if grant.resume is not None and job.steps else 0.0
+        if taken_over < 1.0:
+            self._costs.learn(grant.lease.role, job.size, compute + staging, share=1.0 - taken_over)
         job.timings.append(
             StageTiming(
                 role=grant.lease.role,

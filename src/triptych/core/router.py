@@ -10,6 +10,7 @@ from __future__ import annotations
 from typing import assert_never
 
 from triptych.config import RouterConfig
+from triptych.core.cost import Costs
 from triptych.core.events import (
     CancelRequest,
     FilesStored,
@@ -28,6 +29,7 @@ from triptych.core.events import (
     Submit,
     Tick,
 )
+from triptych.core.forecast import Forecast, Outlook
 from triptych.core.integrity import check_ledger
 from triptych.core.job import Job
 from triptych.core.ledger import Ledger
@@ -78,7 +80,9 @@ class Router:
         self._membership = Membership(self._ledger, self._returns, result_urls)
         self._safekeeping = Safekeeping(self._ledger)
         self._preemption = Preemption(self._ledger, self._safekeeping)
-        self._reports = Reports(self._ledger, self._safekeeping)
+        costs = Costs()
+        self._reports = Reports(self._ledger, self._safekeeping, costs)
+        self._forecast = Forecast(self._ledger, costs)
         self._policy = POLICIES[config.dispatch_policy]
         self._last: dict[Role, int] = dict.fromkeys(ROLES, 0)
         """Ordinal of the instance that each role chose last."""
@@ -216,6 +220,15 @@ class Router:
         """A snapshot of a live request; None when it is unknown or has ended."""
         job = self._ledger.jobs.get(request)
         return None if job is None else self._ledger.view(job)
+
+    def outlook(self, request: RequestId) -> Outlook:
+        """What is to be expected of a request; of one that is not live, nothing."""
+        job = self._ledger.jobs.get(request)
+        return Outlook() if job is None else self._forecast.outlook(job)
+
+    def predicted_wait(self) -> float | None:
+        """Seconds that a request which came now would wait in all; None when that is not known."""
+        return self._forecast.wait()
 
     def views(self) -> tuple[JobView, ...]:
         """Snapshots of all live requests, in order of acceptance."""

@@ -465,6 +465,9 @@ OPTIONS: tuple[Option, ...] = (
     _option("media_store", read_text, None, DOOR, "URL", "keep media in this fsspec store instead: s3://bucket/prefix"),
     _option("state_dir", read_path, None, DOOR, "FOLDER", "journal of accepted jobs; default: output-dir with -state"),
     _option("max_live_requests", read_integer, 1000, DOOR, "N", "requests that wait or run at once; more get 429"),
+    _option("max_queue", read_integer, None, DOOR, "N", "requests that wait at once; more get 429; default: no limit"),
+    _option("max_wait", read_seconds, None, DOOR, "SECONDS", "predicted waiting beyond which requests get 429"),
+    _option("timeout_cap", read_seconds, 3600.0, DOOR, "SECONDS", "most that a request may set its own timeouts to"),
     _option(
         "task_ports", read_ports, None, DOOR, "E,T,D", "ports for tasks in three posts: ENCODER,TRANSFORMER,DECODER"
     ),
@@ -479,6 +482,7 @@ OPTIONS: tuple[Option, ...] = (
     ),
     _option("api_key_file", read_path, None, DOOR, "FILE", "file with an HTTP API key, or its digest, on each line"),
     _option("max_concurrency_per_key", read_integer, None, DOOR, "N", "requests of one API key at once; more get 429"),
+    _option("max_rate_per_key", read_integer, None, DOOR, "N", "requests of one API key a minute; more get 429"),
     _option("input_root", read_path, None, DOOR, "FOLDER", "folder from which requests may name pictures by path"),
     _option("allow_image_urls", read_switch, False, DOOR, "", "fetch pictures that requests name by http(s) URL"),
     _option("retain_seconds", read_seconds, None, DOOR, "SECONDS", "forget ended jobs and their media after this time"),

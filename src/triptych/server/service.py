@@ -24,6 +24,7 @@ from triptych.core.events import (
     StageDone,
     Submit,
 )
+from triptych.core.forecast import Outlook
 from triptych.core.journal import Paused
 from triptych.core.router import Router
 from triptych.core.states import TERMINAL
@@ -31,7 +32,7 @@ from triptych.errors import NotReady
 from triptych.ids import ROLES, Epoch, InstanceId, RequestId, Role
 from triptych.server.acceptance import Order
 from triptych.server.idempotency import IdempotencyKey
-from triptych.server.info import describe_pool
+from triptych.server.info import describe_pool, life_of
 from triptych.server.keeper import Keeper
 from triptych.server.metrics import Gauges, Metrics
 from triptych.server.notices import Notices
@@ -272,8 +273,17 @@ class DiffusionService:
         return self._router.schema
 
     def smallest_pool(self) -> int | None:
-        """Bytes of the smallest transfer pool of the live instances; None while there is none."""
-        return min((instance.pool_bytes for instance in self._router.instances()), default=None)
+        """Bytes of the smallest transfer pool that latents have to pass; None while there is no such instance."""
+        passed = {Role.DENOISER, Role.DECODER}
+        return min((i.pool_bytes for i in self._router.instances() if passed & set(i.roles)), default=None)
+
+    def outlook(self, id: RequestId) -> Outlook:
+        """When the job will start and end, as far as that is known."""
+        return self._router.outlook(id)
+
+    def predicted_wait(self) -> float | None:
+        """Seconds that a job which came now would wait in all; None when that is not known."""
+        return self._router.predicted_wait()
 
     def readiness(self) -> Readiness:
         """Whether every role has a live instance and every named instance has come; reasons name what is missing."""
@@ -284,16 +294,18 @@ class DiffusionService:
     def info(self) -> dict[str, Any]:
         """Roles, instances, slots, queues and memory as plain JSON values, for people and dashboards."""
         readiness = self.readiness()
+        # Who knows the epoch of an instance can speak in its name where the control plane has no keys.
+        name = str if self._config.api_keys else life_of
         about = {
             "version": triptych.__version__,
-            "server_epoch": self._epoch,
+            "server_epoch": name(self._epoch),
             "uptime_seconds": time.monotonic() - self._created,
             "ready": readiness.ready,
             "reasons": list(readiness.reasons),
             "requests": {state.value: count for state, count in self._records.states.items() if count},
             "dropped": {} if self._control is None else self._control.dropped,
         }
-        return about | describe_pool(self._router.instances(), self._router.queue_depths())
+        return about | describe_pool(self._router.instances(), self._router.queue_depths(), name)
 
     # -- called by the shell -----------------------------------------------------------------------------------
 

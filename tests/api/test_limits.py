@@ -1,0 +1,85 @@
+"""What is put off with 429 and when to come again: a full queue, a long wait, a key that asks too often."""
+
+from __future__ import annotations
+
+import hashlib
+import time
+from collections.abc import Iterator
+from typing import Any
+
+import httpx
+import pytest
+
+from triptych.config import KEY_PREFIX
+
+KEY = "a-key-of-the-tests"
+DIGEST = KEY_PREFIX + hashlib.sha256(KEY.encode()).hexdigest()
+
+
+def post(house: Any, prompt: str, **fields: Any) -> httpx.Response:
+    headers = {"authorization": f"Bearer {KEY}"}
+    return httpx.post(f"{house.url}/v1/videos", json={"prompt": prompt, **fields}, headers=headers, timeout=20)
+
+
+def until(condition: Any) -> None:
+    deadline = time.monotonic() + 10
+    while not condition():
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+
+
+@pytest.fixture(scope="module")
+def queue_of_two(make_house: Any) -> Iterator[Any]:
+    with make_house(max_queue=2) as house:
+        yield house
+
+
+def test_a_full_queue_refuses_and_takes_again_when_it_has_room(queue_of_two: Any) -> None:
+    house = queue_of_two
+    running = [post(house, "slow") for _ in range(4)]  # the denoiser has four slots
+    until(lambda: len(house.held) == 4)
+    waiting = [post(house, "slow") for _ in range(2)]
+    until(lambda: house.service.info()["roles"]["denoiser"]["queue_depth"] == 2)
+    refused = post(house, "slow")
+    assert refused.status_code == 429
+    assert "--max-queue" in refused.json()["error"]["message"]
+    assert int(refused.headers["retry-after"]) >= 1
+    httpx.delete(f"{house.url}/v1/videos/{waiting[0].json()['id']}")
+    accepted = post(house, "slow")
+    assert accepted.status_code == 200
+    for answer in (*running, waiting[1], accepted):
+        httpx.delete(f"{house.url}/v1/videos/{answer.json()['id']}")
+    house.held.clear()
+
+
+def test_who_would_wait_longer_than_is_allowed_is_told_when_to_come_again(make_house: Any) -> None:
+    with make_house(max_wait=1e-7) as house:
+        first = post(house, "a cat").json()["id"]
+        until(lambda: house.service.get(first).ended)
+        job = post(house, "slow").json()["id"]
+        refused = post(house, "a cat")
+        assert refused.status_code == 429
+        assert "would wait for about" in refused.json()["error"]["message"]
+        assert refused.headers["retry-after"] == "1"
+        httpx.delete(f"{house.url}/v1/videos/{job}")
+        until(lambda: post(house, "a cat").status_code == 200)  # forecasts are half a second old at most
+
+
+def test_a_request_that_would_wait_beyond_its_own_queue_timeout_is_not_taken_in(queue_of_two: Any) -> None:
+    house = queue_of_two
+    first = post(house, "a cat").json()["id"]
+    until(lambda: house.service.get(first).ended)
+    job = post(house, "slow").json()["id"]
+    until(lambda: house.held)
+    assert post(house, "a cat", queue_timeout=1e-7).status_code == 429
+    httpx.delete(f"{house.url}/v1/videos/{job}")
+    house.held.clear()
+
+
+def test_a_key_that_asks_too_often_is_told_when_it_may_again(make_house: Any) -> None:
+    with make_house(api_keys=(DIGEST,), max_rate_per_key=2) as house:
+        assert [post(house, "a cat").status_code for _ in range(2)] == [200, 200]
+        refused = post(house, "a cat")
+        assert refused.status_code == 429
+        assert 1 <= int(refused.headers["retry-after"]) <= 30
+        assert refused.json()["error"]["type"] == "rate_limit_error"
