@@ -73,7 +73,8 @@ def schema(*, with_count: bool) -> RequestSchema:
 
 
 class Painter(NoopInstance):
-    """An instance whose stages obey the prompt: "fail" fails, "slow" stays in the denoiser until it is let go."""
+    """An instance whose stages obey the prompt: "fail" fails, "slow" stays in the denoiser until it is let go,
+    "hold ROLE" in that role."""
 
     def __init__(self, *, house: House, **options: Any) -> None:
         super().__init__(**options)
@@ -83,6 +84,9 @@ class Painter(NoopInstance):
         """One stage."""
         if lease.role is Role.ENCODER:
             self._house.seen.append((params, blobs))
+        if f"hold {lease.role}" in params["prompt"]:
+            self._house.held[lease] = self
+            return None
         if lease.role is Role.DENOISER:
             return self._denoise(lease, params["prompt"])
         if lease.role is Role.DECODER:

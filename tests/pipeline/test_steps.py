@@ -154,6 +154,7 @@ def test_out_of_memory_is_retryable_gives_advice_and_spares_the_others(
         run.advance()
     hook.remove()
     assert caught.value.retryable
+    assert caught.value.code == "out_of_memory"
     assert "\n" not in caught.value.message
     assert torch.equal(denoised(other), alone[1])
 

@@ -9,7 +9,7 @@ from contextlib import contextmanager
 
 import torch
 
-from triptych.errors import StageError, TriptychError
+from triptych.errors import OutOfMemory, StageError, TriptychError
 from triptych.ids import Role
 
 _ADVICE = {
@@ -35,7 +35,7 @@ def guarded(role: Role) -> Generator[None]:
         if _is_out_of_memory(error):
             message = f"the {role} ran out of memory: {_ADVICE[role]} ({_first_line(error)})"
             _free_memory(error)
-            raise StageError(message, retryable=True) from None
+            raise OutOfMemory(message, retryable=True) from None
         retryable = isinstance(error, (torch.AcceleratorError, OSError))
         raise StageError(
             f"the {role} failed: {type(error).__name__}: {_first_line(error)}", retryable=retryable
