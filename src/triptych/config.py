@@ -172,6 +172,8 @@ class InstanceConfig:
     """Requests whose denoising steps interleave (``--max-running-requests``)."""
     checkpoint_interval: float = 10.0
     """Seconds between checkpoints of a denoising stage, which another instance keeps; 0: none are made."""
+    metrics_port: int | None = None
+    """HTTP port of its metrics (``--metrics-port``); 0: none. None: 10000 above the work port, where that is free."""
     drain_timeout: float = 30.0
     """Seconds that leaving may take once asked to stop, while work is finished or handed over; 0: leave at once."""
     key_dir: Path | None = None
@@ -187,6 +189,10 @@ class InstanceConfig:
         parse_tcp_url("disagg-server-addr", self.server_addr)
         _port("scheduler-port", self.work_port)
         _positive(self, "slots", "max_running")
+        if self.metrics_port:
+            _port("metrics-port", self.metrics_port)
+            if self.metrics_port == self.work_port:
+                raise ConfigError(f"metrics-port={self.metrics_port} is the work port (scheduler-port)")
         for name in ("checkpoint_interval", "drain_timeout"):
             if not 0 <= getattr(self, name) < float("inf"):
                 raise ConfigError(f"{name}={getattr(self, name)!r}: must be 0 or more seconds")
@@ -200,6 +206,14 @@ class InstanceConfig:
     def work_url(self) -> str:
         """Where the server reaches this instance's work port."""
         return f"tcp://{self.transfer.hostname}:{self.work_port}"
+
+    @property
+    def own_metrics_port(self) -> int:
+        """Where its metrics are; 0: nowhere."""
+        if self.metrics_port is not None:
+            return self.metrics_port
+        port = self.work_port + METRICS_OFFSET
+        return port if port < 65536 else 0
 
     @property
     def torch_device(self) -> str:
@@ -266,6 +280,8 @@ class ServerConfig:
     """How long an ended job and its media are kept (``--retain-seconds``); None: until ``retained_jobs`` is reached."""
     max_upload_bytes: int = 32 * MIB
     """Largest request body, and largest picture fetched for one."""
+    metrics_port: int | None = None
+    """Another port for ``/metrics`` (``--metrics-port``), which the HTTP port has anyway."""
     max_live_requests: int = 1000
     """Requests that wait or run at the same time; more are put off with 429."""
     max_queue: int | None = None
@@ -321,7 +337,8 @@ class ServerConfig:
     def http_ports(self) -> tuple[int, ...]:
         """Every port that answers HTTP: the door's own, then the task ports, then those of their metrics."""
         tasks = self.task_ports or ()
-        return (self.port, *tasks, *(port + METRICS_OFFSET for port in tasks))
+        metrics = (self.metrics_port,) if self.metrics_port else ()
+        return (self.port, *metrics, *tasks, *(port + METRICS_OFFSET for port in tasks))
 
     def _check_keys(self) -> None:
         for digest in self.api_keys:
@@ -342,6 +359,10 @@ class ServerConfig:
                     f"task-ports={port}: must be at most {65535 - METRICS_OFFSET}, metrics are {METRICS_OFFSET} above"
                 )
         taken = [*self.http_ports, *range(self.scheduler_port, self.scheduler_port + 4)]
+        if self.metrics_port:
+            _port("metrics-port", self.metrics_port)
+            if taken.count(self.metrics_port) > 1:
+                raise ConfigError(f"metrics-port={self.metrics_port}: the port is used twice")
         for port in self.http_ports[1:]:
             if taken.count(port) > 1:
                 raise ConfigError(

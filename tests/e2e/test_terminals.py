@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import json
+import re
 import shutil
 import signal
 import subprocess
 from collections.abc import Iterator
 from pathlib import Path
 
+import httpx
 import pytest
 
 from tests.e2e.harness import Api, Process, stop_all, until
@@ -94,6 +96,12 @@ def test_the_documented_session_works_with_the_server_last(session: Session) -> 
     job = session.curl(DOCUMENTED_SIZE, frames=1, steps=1)
     video = session.api.done(job)
     assert video["size"] == DOCUMENTED_SIZE
+    assert "attention of transformer runs on native" in session.open["denoiser"].output()
+    found = re.search(r"metrics on (http://\S+)", session.open["denoiser"].output())
+    assert found
+    figures = httpx.get(found[1], trust_env=False).text
+    assert "triptych_instance_steps_total 1.0" in figures
+    assert 'triptych_attention_backend_info{backend="native",model="transformer"} 1.0' in figures
     assert video["prompt"] == "A curious raccoon exploring a garden, cinematic"
     assert session.api.content(job)[4:8] == b"ftyp"
 

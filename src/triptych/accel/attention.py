@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -90,6 +90,16 @@ def in_use(model: nn.Module) -> str | None:
             entry = str((processor._attention_backend or default).value)
             return names.get(entry, entry)
     return None
+
+
+def backends(components: Mapping[str, Any]) -> dict[str, str]:
+    """Denoiser models among ``components`` whose attention is dispatched, with what it runs on."""
+    found = {
+        name: in_use(model)
+        for name, model in components.items()
+        if isinstance(model, nn.Module) and name.startswith(("transformer", "unet"))
+    }
+    return {name: backend for name, backend in found.items() if backend is not None}
 
 
 def choose(

@@ -9,7 +9,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from triptych.errors import ConfigError
-from triptych.launch.options import OPTIONS, Option, read_integer
+from triptych.launch.options import OPTIONS, Option
+from triptych.launch.readers import read_integer
 
 DEFAULT_SERVER = "http://127.0.0.1:30000"
 
@@ -23,6 +24,7 @@ UP_TAKES_FROM_SERVE: tuple[str, ...] = tuple(
         "disagg_server_addr",
         "num_gpus",
         "base_gpu_id",
+        "metrics_port",
         "encoder_urls",
         "denoiser_urls",
         "decoder_urls",

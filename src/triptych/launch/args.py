@@ -25,7 +25,8 @@ from triptych.config import (
 )
 from triptych.errors import ConfigError
 from triptych.ids import ROLES, Role
-from triptych.launch.options import BY_NAME, OPTIONS, Kind, Scalar, read_key_file, unknown_option
+from triptych.launch.options import BY_NAME, OPTIONS, Kind, unknown_option
+from triptych.launch.readers import Scalar, read_key_file
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -67,6 +68,7 @@ class ServerArgs:
     step_cache: float = 0.0
     warmup: tuple[Shape, ...] = ()
     cache_dir: str | None = None
+    metrics_port: int | None = None
     max_running_requests: int = 1
     checkpoint_interval: float = 10.0
     drain_timeout: float = 30.0
@@ -160,6 +162,7 @@ class ServerArgs:
             max_queue=self.max_queue,
             max_wait=self.max_wait,
             timeout_cap=self.timeout_cap,
+            metrics_port=self.metrics_port,
             task_ports=self.task_ports,
             api_keys=self.api_key + from_file,
             max_concurrency_per_key=self.max_concurrency_per_key,
@@ -216,6 +219,7 @@ class ServerArgs:
             gpu_ids=(self.base_gpu_id,),
             slots=self.slots,
             max_running=self.max_running_requests,
+            metrics_port=self.metrics_port,
             checkpoint_interval=self.checkpoint_interval,
             drain_timeout=self.drain_timeout,
             key_dir=self._key_dir,

@@ -7,245 +7,43 @@ lacks, and an option that a kind of process does not read is refused for that ki
 from __future__ import annotations
 
 import difflib
-import hashlib
-import json
-import re
-from collections.abc import Callable, Iterable
 from dataclasses import dataclass
-from pathlib import Path
-from typing import Any, Literal, TypeAlias, cast
+from typing import Any, Literal, TypeAlias
 
-from triptych.config import KEY_PREFIX, MIB, Shape, parse_shape, parse_tcp_url
+from triptych.config import MIB
 from triptych.errors import ConfigError
-from triptych.ids import ROLES, Role
+from triptych.ids import Role
+from triptych.launch.readers import (
+    Reader,
+    one_of,
+    read_address,
+    read_addresses,
+    read_components,
+    read_defaults,
+    read_integer,
+    read_keys,
+    read_path,
+    read_ports,
+    read_role,
+    read_seconds,
+    read_seconds_or_zero,
+    read_shapes,
+    read_share,
+    read_size,
+    read_switch,
+    read_text,
+    refuse,
+    shown,
+)
 
 Kind: TypeAlias = Literal["monolithic", "server", "instance"]
 """What a process is: the router and HTTP door, a role instance, or the door with one instance of all roles."""
-
-Reader: TypeAlias = Callable[[str, object], Any]
-"""Reads one value, a string from the command line or a Python value; the first argument is the flag for errors."""
-
-Scalar: TypeAlias = bool | int | float | str
 
 ALL: frozenset[Kind] = frozenset({"monolithic", "server", "instance"})
 DOOR: frozenset[Kind] = frozenset({"monolithic", "server"})
 COMPUTE: frozenset[Kind] = frozenset({"monolithic", "instance"})
 SERVER: frozenset[Kind] = frozenset({"server"})
 INSTANCE: frozenset[Kind] = frozenset({"instance"})
-
-_SIZE = re.compile(r"(\d+)\s*(|B|KiB|MiB|GiB|TiB)")
-_KEY = re.compile(r"[!-~]{8,512}")
-_DIGEST = re.compile(KEY_PREFIX + "[0-9a-f]{64}")
-_UNITS = {"": 1, "B": 1, "KiB": 1 << 10, "MiB": MIB, "GiB": 1 << 30, "TiB": 1 << 40}
-
-
-def refuse(flag: str, value: object, accepted: str) -> ConfigError:
-    """The error of a value that an option cannot take."""
-    return ConfigError(f"{flag} {value!r}: must be {accepted}")
-
-
-def read_text(flag: str, value: object) -> str:
-    """A string that is not empty."""
-    if not isinstance(value, str) or not value:
-        raise refuse(flag, value, "a text that is not empty")
-    return value
-
-
-def read_path(flag: str, value: object) -> str:
-    """A path, as a string."""
-    return read_text(flag, str(value) if hasattr(value, "__fspath__") else value)
-
-
-def read_integer(flag: str, value: object) -> int:
-    """A whole number, 0 or more."""
-    if isinstance(value, str) and value.isdecimal():
-        return int(value)
-    if isinstance(value, int) and not isinstance(value, bool) and value >= 0:
-        return value
-    raise refuse(flag, value, "a whole number, 0 or more")
-
-
-def read_ports(flag: str, value: object) -> tuple[int, ...]:
-    """Three ports with commas between, or a sequence of three."""
-    parts: list[object] = list(re.split("[,;]", value)) if isinstance(value, str) else _sequence(flag, value)
-    if len(parts) != 3:
-        raise refuse(flag, value, "three ports: ENCODER,TRANSFORMER,DECODER, e.g. 8002,8003,8006")
-    return tuple(read_integer(flag, part.strip() if isinstance(part, str) else part) for part in parts)
-
-
-def read_share(flag: str, value: object) -> float:
-    """A number from 0 up to, but not including, 1."""
-    try:
-        share = float(value) if isinstance(value, str | int | float) else -1.0
-    except ValueError:
-        share = -1.0
-    if not 0 <= share < 1:
-        raise refuse(flag, value, "a number from 0 to less than 1")
-    return share
-
-
-def read_shapes(flag: str, value: object) -> tuple[Shape, ...]:
-    """Shapes with commas between, or a sequence of shapes or texts."""
-    parts: list[object] = list(value.split(",")) if isinstance(value, str) else _sequence(flag, value)
-    return tuple(part if isinstance(part, Shape) else parse_shape(flag, read_text(flag, part)) for part in parts)
-
-
-def read_seconds(flag: str, value: object) -> float:
-    """A number of seconds greater than 0."""
-    try:
-        seconds = float(value) if isinstance(value, str | int | float) else -1.0
-    except ValueError:
-        seconds = -1.0
-    if not 0 < seconds < float("inf"):
-        raise refuse(flag, value, "a number of seconds greater than 0")
-    return seconds
-
-
-def read_seconds_or_zero(flag: str, value: object) -> float:
-    """A number of seconds, 0 or more."""
-    try:
-        seconds = float(value) if isinstance(value, str | int | float) else -1.0
-    except ValueError:
-        seconds = -1.0
-    if not 0 <= seconds < float("inf"):
-        raise refuse(flag, value, "a number of seconds, 0 or more")
-    return seconds
-
-
-def read_size(flag: str, value: object) -> int:
-    """Bytes: a plain number or one with a binary unit, e.g. ``256MiB``, ``1GiB``."""
-    if isinstance(value, int) and not isinstance(value, bool) and value >= 0:
-        return value
-    match = _SIZE.fullmatch(value.strip()) if isinstance(value, str) else None
-    if match is None:
-        raise refuse(flag, value, "a size in bytes or with a unit: 268435456, 256MiB, 1GiB")
-    return int(match[1]) * _UNITS[match[2]]
-
-
-def read_switch(flag: str, value: object) -> bool:
-    """A plain yes or no."""
-    if not isinstance(value, bool):
-        raise refuse(flag, value, "true or false")
-    return value
-
-
-def read_role(flag: str, value: object) -> str:
-    """``monolithic``, ``server`` or a comma list of the roles, in the order in which a request passes them."""
-    accepted = f"monolithic, server, or one or several of {', '.join(ROLES)} with commas between"
-    if not isinstance(value, str):
-        raise refuse(flag, value, accepted)
-    if value in ("monolithic", "server"):
-        return value
-    names = [name.strip() for name in value.split(",")]
-    if len(set(names)) != len(names) or not set(names) <= set(ROLES):
-        raise refuse(flag, value, accepted)
-    return ",".join(role for role in ROLES if role in names)
-
-
-def read_address(flag: str, value: object) -> str:
-    """One ``tcp://host:port``."""
-    text = read_text(flag, value)
-    parse_tcp_url(flag, text)
-    return text
-
-
-def read_addresses(flag: str, value: object) -> tuple[str, ...]:
-    """Several ``tcp://host:port`` with semicolons between, or a sequence of them."""
-    parts: list[object] = list(value.split(";")) if isinstance(value, str) else _sequence(flag, value)
-    return tuple(read_address(flag, part.strip() if isinstance(part, str) else part) for part in parts)
-
-
-def read_components(flag: str, value: object) -> dict[str, str]:
-    """``NAME=PATH`` entries, or a mapping."""
-    if isinstance(value, dict):
-        return {str(name): read_path(flag, path) for name, path in value.items()}
-    components: dict[str, str] = {}
-    for entry in _sequence(flag, value):
-        name, equals, path = entry.partition("=") if isinstance(entry, str) else ("", "", "")
-        if not (name and equals and path):
-            raise refuse(flag, entry, "NAME=PATH, e.g. transformer=weights.safetensors")
-        if name in components:
-            raise ConfigError(f"{flag} {entry!r}: the component {name} is given twice")
-        components[name] = path
-    return components
-
-
-def read_defaults(flag: str, value: object) -> dict[str, Scalar]:
-    """``NAME=VALUE`` entries, or a mapping. A value in text is a number, true or false if it looks like one."""
-    if isinstance(value, dict):
-        entries: dict[str, object] = {str(name): entry for name, entry in value.items()}
-    else:
-        entries = {}
-        for entry in [value] if isinstance(value, str) else _sequence(flag, value):
-            name, equals, text = entry.partition("=") if isinstance(entry, str) else ("", "", "")
-            if not (name and equals):
-                raise refuse(flag, entry, "NAME=VALUE, e.g. num_inference_steps=40")
-            if name in entries:
-                raise ConfigError(f"{flag} {entry!r}: {name} is given twice")
-            entries[name] = _scalar(text)
-    for name, entry in entries.items():
-        if not isinstance(entry, bool | int | float | str):
-            raise refuse(flag, f"{name}={entry!r}", "a number, a text, true or false")
-    return cast("dict[str, Scalar]", entries)
-
-
-def _scalar(text: str) -> Scalar:
-    try:
-        value = json.loads(text)
-    except ValueError:
-        return text
-    return value if isinstance(value, bool | int | float | str) else text
-
-
-def _shown(value: object) -> str:
-    """A value of a mapping as `_scalar` reads it."""
-    return value if isinstance(value, str) and _scalar(value) == value else json.dumps(value)
-
-
-def read_keys(flag: str, value: object) -> tuple[str, ...]:
-    """API keys or their digests, as digests: a key itself is held nowhere."""
-    parts: list[object] = [value] if isinstance(value, str) else _sequence(flag, value)
-    return tuple(_digest(flag, part) for part in parts)
-
-
-def read_key_file(flag: str, path: str) -> tuple[str, ...]:
-    """The keys in a file, one on each line; empty lines and those that begin with # are passed over."""
-    try:
-        lines = [line.strip() for line in Path(path).read_text().splitlines()]
-    except (OSError, UnicodeDecodeError) as error:
-        raise ConfigError(f"{flag} {path!r}: cannot be read: {error}") from error
-    keys = [line for line in lines if line and not line.startswith("#")]
-    if not keys:
-        raise ConfigError(f"{flag} {path!r}: has no key in it")
-    return read_keys(flag, keys)
-
-
-def _digest(flag: str, key: object) -> str:
-    # The value itself is not repeated: errors end in logs.
-    if not isinstance(key, str) or not _KEY.fullmatch(key):
-        raise ConfigError(f"{flag}: a key must have 8 to 512 printable ASCII characters without spaces")
-    if key.startswith(KEY_PREFIX):
-        if not _DIGEST.fullmatch(key):
-            raise ConfigError(f"{flag}: a digest must be {KEY_PREFIX} and 64 lower-case hex digits")
-        return key
-    return KEY_PREFIX + hashlib.sha256(key.encode()).hexdigest()
-
-
-def one_of(*names: str) -> Reader:
-    """A reader of one of a few words."""
-
-    def read(flag: str, value: object) -> str:
-        if not isinstance(value, str) or value not in names:
-            raise refuse(flag, value, f"one of {', '.join(names)}")
-        return value
-
-    return read
-
-
-def _sequence(flag: str, value: object) -> list[object]:
-    if isinstance(value, Iterable) and not isinstance(value, str | bytes):
-        return list(value)
-    raise refuse(flag, value, "a list")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -291,7 +89,7 @@ class Option:
         if self.is_switch:
             return [self.flag] if value else []
         if isinstance(value, dict):
-            return [word for name, entry in value.items() for word in (self.flag, f"{name}={_shown(entry)}")]
+            return [word for name, entry in value.items() for word in (self.flag, f"{name}={shown(entry)}")]
         if isinstance(value, tuple) and self.repeatable:
             return [word for part in value for word in (self.flag, str(part))]
         if isinstance(value, tuple):
@@ -440,6 +238,14 @@ OPTIONS: tuple[Option, ...] = (
         COMPUTE,
         "FOLDER",
         "compiled graphs and measurements, kept for the next start; default: triptych in the user's cache folder",
+    ),
+    _option(
+        "metrics_port",
+        read_integer,
+        None,
+        frozenset({"server", "instance"}),
+        "PORT",
+        "port of Prometheus metrics, 0: none; default: 10000 above an instance's work port, --port of a server",
     ),
     _option("max_running_requests", read_integer, 1, COMPUTE, "N", "requests whose denoising steps interleave"),
     _option(

@@ -12,7 +12,8 @@ from typing import Any, Final
 
 from triptych.config import LOOPBACK
 from triptych.errors import ConfigError
-from triptych.launch.options import BY_NAME, refuse
+from triptych.launch.options import BY_NAME
+from triptych.launch.readers import read_switch, refuse
 
 ROLES: Final[Mapping[str, str]] = {"encoder": "encoder", "transformer": "denoiser", "decode": "decoder"}
 """``disagg_mode`` to the role."""
@@ -126,7 +127,7 @@ def _defaults(entries: Mapping[str, Any], label: str, reading: Reading) -> dict[
             raise refuse(f"{label}: size", size, "[height, width]")
         put("size", "height", size[0])
         put("size", "width", size[1])
-    if "enable_cfg" in entries and not BY_NAME["insecure"].read(f"{label}: enable_cfg", entries["enable_cfg"]):
+    if "enable_cfg" in entries and not read_switch(f"{label}: enable_cfg", entries["enable_cfg"]):
         found["guidance_scale"] = 1.0  # at which the conditional prediction alone counts
     return found
 

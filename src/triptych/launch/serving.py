@@ -33,7 +33,8 @@ async def _serve(config: ServerConfig, on_started: Callable[[], None] | None) ->
     from triptych.api.app import create_app
     from triptych.server.service import DiffusionService
 
-    flags = ("--port", *["--task-ports"] * (len(config.http_ports) - 1))
+    flags = ["--port", *["--metrics-port"] * bool(config.metrics_port)]
+    flags += ["--task-ports"] * (len(config.http_ports) - len(flags))
     doors = [listen(config.host, port, flag) for port, flag in zip(config.http_ports, flags, strict=True)]
     service = DiffusionService(config)
     app = create_app(service, config, stopping=lambda: server.should_exit)

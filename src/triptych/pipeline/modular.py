@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 
+from triptych.accel.attention import backends
 from triptych.accel.batching import ForwardBatcher
 from triptych.accel.wan_vae import installed
 from triptych.errors import StageError, WireError
@@ -123,6 +124,13 @@ class ModularRolePipeline:
     def pipeline(self, role: Role) -> Any:
         """A role's Diffusers pipeline."""
         return self._loaded[role].pipeline
+
+    @property
+    def attention(self) -> dict[str, str]:
+        """Each loaded denoiser model whose attention is dispatched, and the backend that it runs on."""
+        if Role.DENOISER not in self._loaded:
+            return {}
+        return backends(self.pipeline(Role.DENOISER).components)
 
     def component(self, role: Role, name: str) -> Any:
         """A role's component as its blocks see it; None when it is absent."""

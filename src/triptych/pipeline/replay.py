@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from greenlet import getcurrent, greenlet
 
+from triptych.accel.attention import backends
 from triptych.errors import StageError, WireError
 from triptych.ids import Role
 from triptych.pipeline.anatomy import Anatomy
@@ -64,6 +65,13 @@ class ReplayRolePipeline:
     def fingerprint(self) -> str:
         """Equal fingerprints compute equal bytes."""
         return self.model.fingerprint
+
+    @property
+    def attention(self) -> dict[str, str]:
+        """Each loaded denoiser model whose attention is dispatched, and the backend that it runs on."""
+        if Role.DENOISER not in self._pipelines:
+            return {}
+        return backends({name: self.component(Role.DENOISER, name) for name in self.model.anatomy.denoisers})
 
     def component(self, role: Role, name: str) -> Any:
         """A role's component, with weights or as a stand-in; None when it is absent."""

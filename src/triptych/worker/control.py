@@ -54,6 +54,7 @@ from triptych.worker.jobs import (
     Ticket,
 )
 from triptych.worker.logs import outcome_line, pull_failed_line
+from triptych.worker.metrics import InstanceMetrics
 from triptych.worker.threads import Mailbox
 
 log = logging.getLogger(__name__)
@@ -74,6 +75,7 @@ class ControlLoop:
         mailbox: Mailbox,
         identity: Identity,
         usage: Callable[[], Usage],
+        metrics: InstanceMetrics | None = None,
     ) -> None:
         self._control = control
         self._machine = machine
@@ -82,6 +84,7 @@ class ControlLoop:
         self._mailbox = mailbox
         self._identity = identity
         self._usage = usage
+        self._metrics = metrics
         self._tickets: dict[Lease, Ticket] = {}
         self._inputs: dict[Lease, InputsReady] = {}
         """Pulled and not yet given to the compute thread."""
@@ -99,6 +102,8 @@ class ControlLoop:
             if now >= next_usage:
                 next_usage = now + _USAGE_SECONDS
                 self._feed(self._usage())
+                if self._metrics is not None:
+                    self._metrics.held(len(self._machine.leases))
             self._feed(Tick())
             self._control.flush()
             if self._exit_code is not None:
@@ -153,6 +158,8 @@ class ControlLoop:
             return  # called from an action: the loop below takes it up
         while self._events:
             event = self._events[0]
+            if self._metrics is not None:
+                self._metrics.saw(event)
             if isinstance(event, Ended):
                 lease = event.outcome.lease
                 log.info("%s", outcome_line(event.outcome, self._pulled.get(lease)))

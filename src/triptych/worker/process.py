@@ -18,6 +18,7 @@ from triptych.config import InstanceConfig
 from triptych.core.instance import InstanceMachine
 from triptych.core.instance_events import Stop, Usage
 from triptych.pipeline.load import load_pipeline
+from triptych.pipeline.stage import RolePipeline
 from triptych.transport.control.instance import InstanceControl
 from triptych.transport.control.keys import load_keys
 from triptych.transport.data.plane import open_plane
@@ -29,6 +30,7 @@ from triptych.worker.crew import Crew
 from triptych.worker.jobs import Identity, Loaded, ThreadDied
 from triptych.worker.lifecycle import exit_by, exit_now, instance_id, new_epoch, on_stop_signals
 from triptych.worker.logs import configure_logging
+from triptych.worker.metrics import InstanceMetrics, serve_metrics
 from triptych.worker.threads import Mailbox
 
 log = logging.getLogger(__name__)
@@ -66,8 +68,21 @@ def run_instance(config: InstanceConfig) -> int:
         control.close()
         raise
     tally = Tally()
+    metrics = InstanceMetrics(identity=identity, config=config, figures=lambda: plane.figures, tally=tally)
+    try:
+        exporter = serve_metrics(metrics, config)
+    except BaseException:
+        control.close()
+        plane.close()
+        raise
+
+    def load() -> RolePipeline:
+        pipeline = load_pipeline(config.model, config.roles, config.torch_device, tally)
+        metrics.attention(pipeline.attention)
+        return pipeline
+
     crew = Crew(
-        load=lambda: load_pipeline(config.model, config.roles, config.torch_device, tally),
+        load=load,
         tally=tally,
         device=config.torch_device,
         slots=config.slots,
@@ -86,11 +101,14 @@ def run_instance(config: InstanceConfig) -> int:
         if isinstance(loaded, int):
             code = loaded
         else:
-            loop = _control_loop(config, identity, loaded, control, plane, crew, mailbox, tally)
+            metrics.loaded(loaded)
+            loop = _control_loop(config, identity, loaded, control, plane, crew, mailbox, tally, metrics)
             mailbox.attach(control.wake)
             code = loop.run()
     except Exception:
         log.critical("the control thread died", exc_info=True)
+    if exporter is not None:
+        exporter.close()
     _leave(code, mailbox, loop, control, crew, plane)
 
 
@@ -119,6 +137,7 @@ def _control_loop(
     crew: Crew,
     mailbox: Mailbox,
     tally: Tally,
+    metrics: InstanceMetrics,
 ) -> ControlLoop:
     hello = Hello(
         instance=identity.instance,
@@ -154,6 +173,7 @@ def _control_loop(
         mailbox=mailbox,
         identity=identity,
         usage=usage,
+        metrics=metrics,
     )
 
 

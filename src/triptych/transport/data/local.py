@@ -17,7 +17,7 @@ from triptych.errors import TransferError
 from triptych.ids import CopyId, Epoch, InstanceId, RequestId
 from triptych.transport.data import layout
 from triptych.transport.data.pool import Pool
-from triptych.transport.data.protocol import Payload, Pull
+from triptych.transport.data.protocol import Payload, PoolFigures, Pull
 from triptych.transport.host import host_id
 from triptych.wire.manifest import Locator, Manifest
 
@@ -112,6 +112,13 @@ class LocalPlane:
         """Copies that were dropped under pressure since the last call."""
         with self._lock:
             return self._pool.take_dropped()
+
+    @property
+    def figures(self) -> PoolFigures:
+        """How full the pool is and was."""
+        with self._lock:
+            pool = self._pool
+            return PoolFigures(used=pool.used_bytes, peak=pool.peak_bytes, refusals=pool.refusals)
 
     @property
     def used_bytes(self) -> int:

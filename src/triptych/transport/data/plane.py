@@ -19,7 +19,7 @@ from triptych.transport.data.carrier import Allocate, Carrier, within_pool
 from triptych.transport.data.local import LocalPlane
 from triptych.transport.data.mooncake import MooncakeCarrier, reserve_bytes
 from triptych.transport.data.pool import Pool
-from triptych.transport.data.protocol import DataPlane, Payload, Pull
+from triptych.transport.data.protocol import DataPlane, Payload, PoolFigures, Pull
 from triptych.transport.data.settings import EngineSettings, engine_settings
 from triptych.transport.data.shm import Segment, ShmCarrier
 from triptych.transport.host import host_id
@@ -248,6 +248,13 @@ class PooledPlane:
     def _forget_gone(self) -> None:
         for copy in self._manifests.keys() - set(self._pool.staged()):
             del self._manifests[copy]
+
+    @property
+    def figures(self) -> PoolFigures:
+        """How full the pool is and was."""
+        with self._lock:
+            pool = self._pool
+            return PoolFigures(used=pool.used_bytes, peak=pool.peak_bytes, refusals=pool.refusals)
 
     @property
     def used_bytes(self) -> int:

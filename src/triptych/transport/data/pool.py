@@ -107,6 +107,10 @@ class Pool:
         self._received: set[Block] = set()
         self._quarantined: set[Block] = set()
         self._dropped: list[CopyId] = []
+        self.peak_bytes = 0
+        """Most that was ever taken."""
+        self.refusals = 0
+        """How often there was no room; who waits for room asks several times."""
 
     @property
     def stage_capacity(self) -> int:
@@ -139,11 +143,13 @@ class Pool:
             return Block(0, 0)
         block = self._take_or_drop(size, spare_only=spare)
         if block is None:
+            self.refusals += 1
             raise PoolFull(
                 f"no room for a handoff of {nbytes} bytes: {self._stage.free_bytes} of {self._stage.size} bytes of the "
                 "transfer pool are free, and what could be dropped does not make enough room in one piece"
             )
         self._staged[copy] = _Staged(block, pins=1, spare=spare)
+        self.peak_bytes = max(self.peak_bytes, self.used_bytes)
         return block
 
     def pin(self, copy: CopyId) -> Block | None:
@@ -198,11 +204,13 @@ class Pool:
         if block is None and size <= self._stage.size:
             block = self._take_or_drop(size)
         if block is None:
+            self.refusals += 1
             raise PoolFull(
                 f"no room to receive {nbytes} bytes: {self.capacity - self.used_bytes} of {self.capacity} bytes free, "
                 f"{self.quarantined_bytes} held back for transfers that are not over"
             )
         self._received.add(block)
+        self.peak_bytes = max(self.peak_bytes, self.used_bytes)
         return block
 
     def free(self, block: Block) -> None:

@@ -35,6 +35,16 @@ class Pull:
     seconds: float
 
 
+@dataclass(frozen=True, kw_only=True, slots=True)
+class PoolFigures:
+    """The pool of a plane, in bytes."""
+
+    used: int
+    peak: int
+    refusals: int
+    """How often there was no room; who waits for room asks several times."""
+
+
 class DataPlane(Protocol):
     """Staging and pulling for one instance. Thread-safe; every wait has a deadline."""
 
@@ -72,6 +82,11 @@ class DataPlane(Protocol):
     @property
     def used_bytes(self) -> int:
         """Bytes of the pool that are taken."""
+        ...
+
+    @property
+    def figures(self) -> PoolFigures:
+        """How full the pool is and was."""
         ...
 
     def check_integrity(self) -> None:

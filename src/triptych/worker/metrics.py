@@ -1,0 +1,163 @@
+"""Prometheus metrics of one instance, on an HTTP port of their own.
+
+The control thread counts what it sees; a thread of the exporter renders. The compute thread has no part in it, and its
+own counts (`Tally`) are read, not asked for. Every label has few values.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Mapping
+from typing import assert_never
+from wsgiref.simple_server import WSGIServer
+
+from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, Info, start_http_server
+
+from triptych.accel.tally import Tally
+from triptych.config import InstanceConfig
+from triptych.core.instance_events import ComputeStarted, Ended, InstanceEvent, Pulled, PullFailed, Stepped, Usage
+from triptych.errors import ConfigError
+from triptych.transport.data.protocol import PoolFigures
+from triptych.wire.messages import Finished, Lease, Outcome, Staged, StageFailed, Stopped
+from triptych.worker.jobs import Identity, Loaded
+
+log = logging.getLogger(__name__)
+
+BUCKETS = (0.001, 0.003, 0.01, 0.03, 0.1, 0.3, 1.0, 3.0, 10.0, 30.0, 100.0, 300.0)
+"""Upper bounds in seconds."""
+
+
+class InstanceMetrics:
+    """What one instance has done. All but `attention` and rendering is for the control thread."""
+
+    def __init__(
+        self, *, identity: Identity, config: InstanceConfig, figures: Callable[[], PoolFigures], tally: Tally
+    ) -> None:
+        self.registry = registry = CollectorRegistry()
+        self._identity = identity
+        self._config = config
+        self._computing: set[Lease] = set()
+
+        def gauge(name: str, text: str) -> Gauge:
+            return Gauge(f"triptych_instance_{name}", text, registry=registry)
+
+        def counter(name: str, text: str, *labels: str) -> Counter:
+            return Counter(f"triptych_instance_{name}", text, labels, registry=registry)
+
+        def histogram(name: str, text: str, *labels: str) -> Histogram:
+            return Histogram(f"triptych_instance_{name}", text, labels, registry=registry, buckets=BUCKETS)
+
+        self._about = Info("triptych_instance", "What this instance is.", registry=registry)
+        self._about.info({"instance": identity.instance, "roles": ",".join(config.roles)})
+        self._attention = Info("triptych_attention_backend", "What attention runs on.", ["model"], registry=registry)
+        self._load_seconds = gauge("load_seconds", "Time that loading the model took; 0 until it is loaded.")
+        self._held = gauge("leases", "Leases held: computing, pulled ahead, or about to be.")
+        self._running = gauge("leases_computing", "Leases whose stage computes.")
+        self._resident = gauge("resident_bytes", "Memory of the process.")
+        self._device = gauge("device_bytes", "GPU memory that tensors take.")
+        self._compute = histogram("compute_seconds", "Computing time of finished stages.", "role")
+        self._stage = histogram("stage_out_seconds", "Time to put a finished stage's output into the pool.", "role")
+        self._encode = histogram("encode_seconds", "Time to write media files.")
+        self._pull = histogram("pull_seconds", "Time to pull the inputs of a stage.", "plane")
+        self._pulled = counter("pulled_bytes", "Bytes pulled.", "plane")
+        self._steps = counter("steps", "Denoising steps done.")
+        self._ended = counter("stages_ended", "Stages by how they ended.", "role", "outcome")
+        self._errors = counter("errors", "Failed stages and pulls by kind.", "role", "code")
+        gauge("pool_bytes", "Size of the transfer pool.").set(config.transfer.pool_bytes)
+        gauge("pool_used_bytes", "Bytes of the transfer pool that are taken.").set_function(lambda: figures().used)
+        gauge("pool_peak_bytes", "Most that was ever taken.").set_function(lambda: figures().peak)
+        gauge("pool_refusals", "How often the pool had no room.").set_function(lambda: figures().refusals)
+        gauge("compilations", "Graphs compiled.").set_function(lambda: tally.compilations)
+        gauge("compile_seconds", "Time spent on compiling.").set_function(lambda: tally.compile_seconds)
+
+    def loaded(self, loaded: Loaded) -> None:
+        """The model is there."""
+        about = {"model": loaded.schema.model, "pipeline": loaded.schema.pipeline, "device": loaded.device}
+        self._about.info({"instance": self._identity.instance, "roles": ",".join(self._config.roles), **about})
+        self._load_seconds.set(loaded.seconds)
+
+    def attention(self, backends: Mapping[str, str]) -> None:
+        """What the attention of each model really runs on. From any thread."""
+        for model, backend in backends.items():
+            log.info("attention of %s runs on %s", model, backend)
+            self._attention.labels(model).info({"backend": backend})
+
+    def held(self, leases: int) -> None:
+        """So many leases are held now."""
+        self._held.set(leases)
+
+    def saw(self, event: InstanceEvent) -> None:
+        """Count what ``event`` says."""
+        match event:
+            case ComputeStarted(lease=lease):
+                self._computing.add(lease)
+            case Stepped():
+                self._steps.inc()
+            case Pulled():
+                self._pull.labels(event.plane).observe(event.seconds)
+                self._pulled.labels(event.plane).inc(event.nbytes)
+            case PullFailed():
+                self._errors.labels(event.lease.role, event.error.code).inc()
+                self._computing.discard(event.lease)
+            case Ended(outcome=outcome):
+                self._computing.discard(outcome.lease)
+                self._end(outcome)
+            case Usage():
+                self._resident.set(event.resident_bytes)
+                self._device.set(event.device_bytes)
+            case _:
+                return
+        self._running.set(len(self._computing))
+
+    def _end(self, outcome: Outcome) -> None:
+        role = outcome.lease.role
+        match outcome:
+            case Staged():
+                self._ended.labels(role, "staged").inc()
+                self._compute.labels(role).observe(outcome.compute_seconds)
+                self._stage.labels(role).observe(outcome.stage_seconds)
+            case Finished():
+                self._ended.labels(role, "finished").inc()
+                self._compute.labels(role).observe(outcome.compute_seconds)
+                self._encode.observe(outcome.encode_seconds)
+            case StageFailed():
+                self._ended.labels(role, "failed").inc()
+                self._errors.labels(role, outcome.error.code).inc()
+            case Stopped():
+                self._ended.labels(role, "stopped").inc()
+            case _:
+                assert_never(outcome)
+
+
+class Exporter:
+    """The HTTP server of the metrics, with threads of its own."""
+
+    def __init__(self, server: WSGIServer) -> None:
+        self._server = server
+        self.port: int = server.server_port
+
+    def close(self) -> None:
+        """Let go of the port."""
+        self._server.shutdown()
+        self._server.server_close()
+
+
+def serve_metrics(metrics: InstanceMetrics, config: InstanceConfig) -> Exporter | None:
+    """Answer scrapes on the port that ``config`` says; None where it says none.
+
+    Raises `ConfigError` when the port was asked for and cannot be had. That serving needs no metrics, a default port
+    that is taken is only a warning.
+    """
+    port, host = config.own_metrics_port, config.transfer.hostname
+    if not port:
+        return None
+    try:
+        server, _ = start_http_server(port, addr=host, registry=metrics.registry)
+    except OSError as error:
+        problem = f"--metrics-port {port} on {host}: {error.strerror or error}"
+        if config.metrics_port is not None:
+            raise ConfigError(problem) from error
+        log.warning("no metrics: %s", problem)
+        return None
+    log.info("metrics on http://%s:%d/metrics", host, port)
+    return Exporter(server)
