@@ -1,7 +1,7 @@
 """How the values of options are read: text of the command line or of a variable, or a value of a file or keyword.
 
-Every reader takes the name that errors are to use, and the value. It gives the value in the option's own type, and takes
-that back unchanged. What it cannot read is a `ConfigError` that names the value and what would be accepted.
+Every reader takes the name that errors are to use, and the value. It gives the value in the option's own type, and
+takes that back unchanged. What it cannot read is a `ConfigError` that names the value and what would be accepted.
 """
 
 from __future__ import annotations
