@@ -1,5 +1,5 @@
-# make demo, test, check and bench set themselves up in .venv, once; nothing else of the machine is touched but
-# libibverbs1, a system library that the Mooncake wheel needs even for TCP.
+# make demo, test, check and bench set themselves up in .venv, once, test-vision in .venv-vision; nothing else of the
+# machine is touched but libibverbs1, a system library that the Mooncake wheel needs even for TCP.
 
 # The first Python that runs and is new enough; a command may exist and yet be an empty shim.
 PYTHON ?= $(shell for p in python3 python3.13 python3.12 python3.11; do \
@@ -7,16 +7,22 @@ PYTHON ?= $(shell for p in python3 python3.13 python3.12 python3.11; do \
 VENV := .venv
 BIN := $(VENV)/bin
 READY := $(VENV)/.ready
+# A second environment, for models whose processors work with torchvision: Qwen-Image-Edit and its kind.
+VISION := .venv-vision
+VISION_READY := $(VISION)/.ready
 # Where the plain torch is a CUDA build of several GB: make demo TORCH_INDEX=<address of an index of CPU builds>
 TORCH_INDEX ?=
 
-.PHONY: demo test check bench chaos fuzz soak
+.PHONY: demo test test-vision check bench chaos fuzz soak
 
 demo: $(READY)
 	$(BIN)/triptych demo --output outputs/demo.mp4
 
 test: $(READY)
-	$(BIN)/python -m pytest -m "not gpu and not chaos" -n 2 --dist loadfile
+	$(BIN)/python -m pytest -m "not gpu and not chaos and not vision" -n 2 --dist loadfile
+
+test-vision: $(VISION_READY)
+	$(VISION)/bin/python -m pytest -m "vision and not gpu"
 
 check: $(READY)
 	$(BIN)/ruff check src tests tools
@@ -50,4 +56,12 @@ $(READY): pyproject.toml
 	@/sbin/ldconfig -p 2>/dev/null | grep -q libibverbs.so.1 \
 		|| { test "$$(id -u)" = 0 && apt-get update && apt-get install -y libibverbs1; } \
 		|| echo "Mooncake needs a system library: sudo apt-get install -y libibverbs1"
+	touch $@
+
+# torchvision is built for one version of torch and does not load beside another.
+$(VISION_READY): pyproject.toml
+	@test -n "$(PYTHON)" || { echo "Python 3.11 or newer is needed; name it with make PYTHON=..."; exit 1; }
+	test -x $(VISION)/bin/python || $(PYTHON) -m venv $(VISION)
+	$(VISION)/bin/pip install -q $(if $(TORCH_INDEX),--index-url $(TORCH_INDEX)) "torch==2.14.1" "torchvision==0.29.1"
+	$(VISION)/bin/pip install -q -e ".[cpu,dev,vision]"
 	touch $@

@@ -164,13 +164,13 @@ def flow_match_euler(*, shift_terminal: float | None) -> FlowMatchEulerDiscreteS
     )  # fmt: skip
 
 
-def qwen_t2i(folder: Path) -> None:
+def qwen_t2i(folder: Path, scheduler: Any = None) -> None:
     """Qwen-Image text-to-image."""
     tokenizer = qwen_tokenizer()
     QwenImagePipeline(
         tokenizer=tokenizer,
         text_encoder=qwen_text_encoder(tokenizer),
-        scheduler=flow_match_euler(shift_terminal=0.02),
+        scheduler=scheduler or flow_match_euler(shift_terminal=0.02),
         vae=seeded(
             AutoencoderKLQwenImage,
             base_dim=8, z_dim=4, dim_mult=[1, 1, 2, 2], num_res_blocks=1, temperal_downsample=[False, True, True],

@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+import av
 import numpy as np
 import torch
 from PIL import Image
@@ -32,6 +33,27 @@ class Case:
 
 
 @dataclass(frozen=True)
+class Film:
+    """A clip as a file, and the pictures that it holds."""
+
+    frames: list[Image.Image]
+    file: bytes
+
+    @classmethod
+    def of(cls, request: Mapping[str, Any], seed: int = 0) -> Film:
+        """Noise in the size and length that a request asks for."""
+        buffer = io.BytesIO()
+        with av.open(buffer, "w", format="matroska") as container:
+            stream = container.add_stream("ffv1", rate=16)
+            stream.width, stream.height, stream.pix_fmt = request["width"], request["height"], "bgr0"
+            for number in range(request["num_frames"]):
+                container.mux(stream.encode(av.VideoFrame.from_image(picture(request, seed + number))))
+            container.mux(stream.encode())
+        with av.open(io.BytesIO(buffer.getvalue())) as container:
+            return cls([frame.to_image() for frame in container.decode(video=0)], buffer.getvalue())
+
+
+@dataclass(frozen=True)
 class Pair:
     """A family split and whole."""
 
@@ -42,6 +64,7 @@ class Pair:
     def expected(self, request: Mapping[str, Any]) -> list[np.ndarray[Any, Any]]:
         """Frames of each output of the classic pipeline."""
         arguments = {**self.case.classic, **request}
+        arguments = {name: v.frames if isinstance(v, Film) else v for name, v in arguments.items()}
         generator = torch.Generator("cpu").manual_seed(arguments.pop("seed"))
         if "guidance_scale" in arguments:
             arguments[self.case.guidance] = arguments.pop("guidance_scale")
@@ -52,7 +75,7 @@ class Pair:
             arguments["image"] = picture(arguments)
         output = self.whole(**arguments, generator=generator, output_type="pil")
         return [frames_of(clip) for clip in output.frames] if "frames" in output else [
-            frames_of([image]) for image in output.images
+            frames_of(image if isinstance(image, list) else [image]) for image in output.images
         ]  # fmt: skip
 
     def split(self, request: Mapping[str, Any]) -> list[np.ndarray[Any, Any]]:
@@ -62,6 +85,10 @@ class Pair:
         if self.case.image:
             request["image"] = picture(request)
             pictures.append("image")
+        for name, value in request.items():
+            if isinstance(value, Film):
+                files.append(value.file)
+                request[name] = {"blob": len(files) - 1}
         for name in pictures:
             value = request[name]
             request[name] = [_filed(item, files) for item in value] if isinstance(value, list) else _filed(value, files)

@@ -28,6 +28,7 @@ from .modular_image_checkpoints import IMAGE_BUILDERS
 from .modular_video_checkpoints import VIDEO_BUILDERS
 from .test_edits import FAMILIES as EDITS
 from .test_modular_families import WITH_PICTURE
+from .wan_checkpoints import WAN_BUILDERS
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore::DeprecationWarning:diffusers"),
@@ -35,7 +36,9 @@ pytestmark = [
 ]
 """Schedulers of Diffusers use NumPy in ways that it warns of."""
 
-ALL = BUILDERS | CLASSIC_BUILDERS | IMAGE_BUILDERS | VIDEO_BUILDERS
+ALL = BUILDERS | CLASSIC_BUILDERS | IMAGE_BUILDERS | VIDEO_BUILDERS | WAN_BUILDERS
+VISION = {"QwenImageEditPipeline", "QwenImageEditPlusPipeline", "QwenImageLayeredPipeline"}
+"""Built in the environment with torchvision only."""
 
 DOCUMENT = Path(__file__).parents[2] / "docs" / "models.md"
 
@@ -93,7 +96,7 @@ def built(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
 def test_the_classes_marked_as_tested_are_those_that_tests_build(built: Callable[[str], Path]) -> None:
     compared = ALL.keys() - {"helios_pyramid"}
     classes = {json.loads((built(family) / "model_index.json").read_text())["_class_name"] for family in compared}
-    assert classes | {kind for _, kind, *_ in EDITS.values()} | set(WITH_PICTURE.values()) == TESTED
+    assert classes | {kind for _, kind, *_ in EDITS.values()} | set(WITH_PICTURE.values()) | VISION == TESTED
 
 
 def test_the_parts_of_a_modular_model(built: Callable[[str], Path]) -> None:

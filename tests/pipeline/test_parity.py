@@ -117,11 +117,13 @@ def test_wan_in_bfloat16_is_the_classic_one_with_its_exact_timestep(
     assert np.array_equal(clip.frames, frames_of(images))
 
 
-@pytest.fixture(scope="module")
-def bfloat16(checkpoint: Callable[[str], Path], tmp_path_factory: pytest.TempPathFactory) -> Pair:
-    folder = checkpoint("wan_t2v")
+@pytest.fixture(scope="module", params=["wan_t2v", "wan22_t2v"])
+def bfloat16(
+    request: pytest.FixtureRequest, checkpoint: Callable[[str], Path], tmp_path_factory: pytest.TempPathFactory
+) -> Pair:
+    folder = checkpoint(request.param)
     trio = Trio(folder, tmp_path_factory.mktemp("bfloat16"), dtype="bfloat16")
-    return Pair(CASES["wan_t2v"], trio, classic(folder, torch.bfloat16))
+    return Pair(CASES[request.param], trio, classic(folder, torch.bfloat16))
 
 
 def test_the_embedded_model_split_is_the_classic_pipeline() -> None:

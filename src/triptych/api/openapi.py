@@ -11,7 +11,7 @@ from fastapi.openapi.utils import get_openapi
 from triptych.api.keys import OPEN
 from triptych.api.openapi_params import FILE, REFERENCE, nullable, property_of, seconds_schema, size_pattern
 from triptych.api.openapi_tasks import KINDS, UNKNOWN, remix_body, task_body
-from triptych.api.orders import RESPONSE_FORMATS, Output, accepted, model_names, picture_fields, spoken
+from triptych.api.orders import MEDIA, RESPONSE_FORMATS, Output, accepted, model_names, picture_fields, spoken
 from triptych.api.timeouts import timeout_schemas
 from triptych.wire.schema import Param, RequestSchema
 
@@ -119,7 +119,7 @@ def request_body(schema: RequestSchema | None, output: Output, *, form: bool) ->
     if schema is None:
         return UNKNOWN
     params = accepted(schema, output)
-    pictures = sorted(name for name, param in params.items() if param.type in ("image", "images"))
+    pictures = [name for name, param in params.items() if param.type in MEDIA]
     properties = {name: property_of(param, form=form) for name, param in params.items()}
     properties |= _spoken(schema, output, params, form=form)
     exclusive = [["size", "width"], ["size", "height"], ["seconds", "num_frames"]]

@@ -11,8 +11,9 @@ _ENUM_LIMIT: Final = 512
 """Legal values that are listed one by one; more are described by bounds alone."""
 
 FILE: Final = {"type": "string", "format": "binary"}
+CLIP: Final = {**FILE, "description": "An MP4 or WebM clip; a still picture stands for one."}
 REFERENCE: Final[dict[str, Any]] = {
-    "description": "A picture as a data URL, or by http(s) URL where the operator allows it.",
+    "description": "A picture (or clip) as a data URL, or by http(s) URL where the operator allows it.",
     "anyOf": [
         {"type": "string", "minLength": 1},
         {
@@ -32,6 +33,8 @@ def property_of(param: Param, *, form: bool = True) -> dict[str, Any]:
     match param.type:
         case "image":
             return FILE if form else REFERENCE
+        case "video":
+            return CLIP if form else REFERENCE
         case "images":
             return {"type": "array", "items": FILE if form else REFERENCE}
         case _:

@@ -9,12 +9,13 @@ from __future__ import annotations
 
 import re
 import secrets
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import PurePath
 from typing import Any, Final, Literal, TypeAlias
 
 from triptych.api.body import Body
+from triptych.api.clips import clean_clip, clip_length
 from triptych.api.errors import BodyTooLarge, ModelNotFound
 from triptych.api.pictures import clean_picture
 from triptych.api.timeouts import TIMEOUTS, Timeouts
@@ -42,6 +43,9 @@ _THINGS: Final[Mapping[str, str]] = {
     "strength": "strength",
 }
 """Fields that some models take, in words."""
+
+MEDIA: Final = ("image", "images", "video")
+"""Types of parameters that are files."""
 
 RESPONSE_FORMATS: Final = ("url", "b64_json")
 
@@ -135,6 +139,7 @@ def read_order(schema: RequestSchema, body: Body, output: Output) -> Order:
     completed = _complete(schema, values, output)
     if (objection := schema.too_large(completed)) is not None:
         raise BadRequest("size", f"size: {objection}")
+    _check_together(params, completed, images)
     return Order(
         params=completed,
         images=images,
@@ -220,7 +225,7 @@ def _seconds(values: Mapping[str, Any]) -> str:
 
 def picture_params(schema: RequestSchema, output: Output) -> list[str]:
     """Names of the parameters that take pictures; the first is what ``input_reference`` stands for."""
-    return [p.name for p in accepted(schema, output).values() if p.type in ("image", "images")]
+    return [p.name for p in accepted(schema, output).values() if p.type in MEDIA]
 
 
 def picture_fields(schema: RequestSchema, output: Output) -> dict[str, str]:
@@ -239,7 +244,7 @@ def _uploads(
         if name not in fields:
             raise BadRequest(name, f"{name}: must be a plain field, not a file")
         param = params[fields[name]]
-        most = 1 if param.type == "image" else param.max_length or len(files)
+        most = 1 if param.type != "images" else param.max_length or len(files)
         if len(files) > most:
             raise BadRequest(name, f"{name}: has {len(files)} files; at most {most} accepted", code="duplicate_field")
         if any(other is param for other, _ in found.values()):
@@ -255,7 +260,8 @@ def _pictures(uploads: Mapping[str, tuple[Param, list[bytes]]]) -> tuple[dict[st
     for name, (param, files) in uploads.items():
         references = [{"blob": len(blobs) + i} for i in range(len(files))]
         values[param.name] = references if param.type == "images" else references[0]
-        blobs.extend(clean_picture(name, data) for data in files)
+        clean = clean_clip if param.type == "video" else clean_picture
+        blobs.extend(clean(name, data) for data in files)
     return values, tuple(blobs)
 
 
@@ -277,6 +283,21 @@ def _check_strength(values: Mapping[str, Any]) -> None:
     strength, steps = values.get("strength"), values.get("num_inference_steps")
     if strength is not None and steps is not None and int(steps * strength) < 1:
         refuse("strength", strength, f"at least {1 / steps:g} at {steps} steps, so that one step is computed")
+
+
+def _check_together(params: Mapping[str, Param], values: Mapping[str, Any], files: Sequence[bytes]) -> None:
+    """Refuse what needs another parameter, and clips that are shorter than what is to be made of them."""
+    for name, param in params.items():
+        if name not in values:
+            continue
+        if param.needs and param.needs not in values:
+            raise BadRequest(name, f"{name}: is of no use without {param.needs}")
+        if param.type == "video" and "num_frames" in values:
+            length = clip_length(files[values[name]["blob"]])
+            if length is not None and length < values["num_frames"]:
+                raise BadRequest(
+                    name, f"{name}: the clip has {length} frames; num_frames={values['num_frames']} are asked for"
+                )
 
 
 def _complete(schema: RequestSchema, values: dict[str, Any], output: Output) -> dict[str, Any]:

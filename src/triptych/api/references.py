@@ -18,7 +18,7 @@ from triptych.api.validation import refuse
 from triptych.config import ServerConfig
 from triptych.errors import BadRequest
 
-_DATA_URL = re.compile(r"data:(?:image/[a-z0-9.+-]+)?(?:;[a-z0-9-]+=[^;,]*)*(;base64)?,", re.IGNORECASE)
+_DATA_URL = re.compile(r"data:(?:(?:image|video)/[a-z0-9.+-]+)?(?:;[a-z0-9-]+=[^;,]*)*(;base64)?,", re.IGNORECASE)
 _BASE64 = re.compile(r"[A-Za-z0-9+/\s]{64,}={0,2}\s*")
 _ACCEPTED = "a data URL, an http(s) URL, or {'image_url': one of these}"
 

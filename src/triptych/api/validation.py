@@ -83,7 +83,7 @@ def check(param: Param, value: Any, *, form: bool, field: str | None = None) -> 
             return _ranged(param, name, read_integer(name, value, form=form))
         case "number":
             return _ranged(param, name, read_number(name, value, form=form))
-        case "image" | "images":
+        case "image" | "images" | "video":
             raise BadRequest(name, f"{name}: must be a picture")
         case _:
             assert_never(param.type)

@@ -15,6 +15,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from triptych.errors import ModelError
+from triptych.pipeline.families import family_of
+from triptych.pipeline.pictures import REFERENCES
 
 FIELDS = ("frames", "images", "videos", "image", "video")
 """What pipelines call their result."""
@@ -43,6 +45,8 @@ _PASSIVE = frozenset({"config", "dtype", "device", "to", "cache_context", "param
 class Anatomy:
     """How the ``__call__`` of one pipeline class is laid out."""
 
+    pipeline: str
+    """Name of the class."""
     denoisers: frozenset[str]
     """Components that the step loop calls."""
     decode: str
@@ -53,6 +57,8 @@ class Anatomy:
     """Models that look at the decoded pixels."""
     takes_image: bool
     takes_mask: bool
+    carried: dict[str, bool]
+    """Clips and lists of pictures that requests carry, and whether the call needs them."""
     output: str
     """``video`` or ``image``."""
     parameters: dict[str, Any]
@@ -61,9 +67,8 @@ class Anatomy:
     @property
     def task(self) -> str:
         """The field's word for what it does, e.g. ``text-to-video``."""
-        if self.takes_mask and self.output == "image":
-            return "inpainting"
-        return f"{'image' if self.takes_image else 'text'}-to-{self.output}"
+        start = "video" if any(self.carried.values()) else "image" if self.takes_image else "text"
+        return "inpainting" if self.takes_mask and self.output == "image" else f"{start}-to-{self.output}"
 
     @property
     def decoder(self) -> str | None:
@@ -79,12 +84,14 @@ def anatomy_of(kind: type[Any]) -> Anatomy:
     if reason := reading.refusal():
         raise ModelError(f"{name} cannot be split: {reason}")
     return Anatomy(
+        pipeline=name,
         denoisers=frozenset(reading.denoisers),
         decode=reading.decodes[0],
         encodes=reading.encodes,
         inspectors=frozenset(reading.components & _AFTER_DECODE),
         takes_image=reading.takes_image,
         takes_mask=reading.takes_mask,
+        carried=reading.carried,
         output=reading.output or "image",
         parameters=reading.parameters,
     )
@@ -134,6 +141,13 @@ class _Reading:
         return "mask_image" in self.parameters
 
     @property
+    def carried(self) -> dict[str, bool]:
+        """See `Anatomy.carried`."""
+        pictures = family_of(self.kind.__name__).pictures
+        found = {**({REFERENCES: False} if pictures.references else {}), **pictures.clips}
+        return {name: needed for name, needed in found.items() if name in self.parameters}
+
+    @property
     def output(self) -> str | None:
         """``video`` or ``image``, from the fields of what is returned."""
         fields = _returned(self.call) if self.call is not None else set[str]()
@@ -181,6 +195,8 @@ class _Reading:
 
     def _input_refusal(self) -> str | None:
         for name, default in self.parameters.items():
+            if name in self.carried:
+                continue
             if name in _UNSENDABLE or (default is inspect.Parameter.empty and name not in _GIVEN):
                 return f"it works on {name}, which requests cannot carry"
         if not _GIVEN & self.parameters.keys():

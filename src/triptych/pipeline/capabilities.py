@@ -31,10 +31,11 @@ TESTED = frozenset(
     {"CogVideoXImageToVideoPipeline", "CogVideoXPipeline", "Flux2KleinPipeline", "FluxImg2ImgPipeline",
      "FluxInpaintPipeline", "FluxPipeline", "GlmImagePipeline", "HeliosPipeline", "HunyuanVideo15Pipeline",
      "HunyuanVideoPipeline", "LTX2ImageToVideoPipeline", "LTX2Pipeline", "LTXImageToVideoPipeline", "LTXPipeline",
-     "MochiPipeline", "PixArtSigmaPipeline", "QwenImageImg2ImgPipeline", "QwenImageInpaintPipeline",
-     "QwenImagePipeline", "SanaPipeline", "StableDiffusion3Pipeline", "StableDiffusionPipeline",
-     "StableDiffusionXLImg2ImgPipeline", "StableDiffusionXLInpaintPipeline", "StableDiffusionXLPipeline",
-     "StableVideoDiffusionPipeline", "WanImageToVideoPipeline", "WanPipeline", "ZImagePipeline"}
+     "MochiPipeline", "PixArtSigmaPipeline", "QwenImageEditPipeline", "QwenImageEditPlusPipeline",
+     "QwenImageImg2ImgPipeline", "QwenImageInpaintPipeline", "QwenImageLayeredPipeline", "QwenImagePipeline",
+     "SanaPipeline", "StableDiffusion3Pipeline", "StableDiffusionPipeline", "StableDiffusionXLImg2ImgPipeline",
+     "StableDiffusionXLInpaintPipeline", "StableDiffusionXLPipeline", "StableVideoDiffusionPipeline",
+     "WanImageToVideoPipeline", "WanPipeline", "WanVACEPipeline", "WanVideoToVideoPipeline", "ZImagePipeline"}
 )  # fmt: skip
 """Classes of which the tests hold a split model equal to the whole one."""
 

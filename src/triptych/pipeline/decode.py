@@ -54,7 +54,12 @@ def _items(name: str, batch: Any) -> list[Any]:
         if batch.ndim != least:
             raise StageError(f"the decoder's {name} have shape {tuple(batch.shape)}, not {least} dimensions")
         return list(batch)
-    return list(batch)
+    # The layers of one output are pictures of their own.
+    return [one for item in batch for one in (item if name == "images" and _is_stack(item) else [item])]
+
+
+def _is_stack(item: Any) -> bool:
+    return isinstance(item, (torch.Tensor, np.ndarray)) and item.ndim == 4
 
 
 def _sounds(batch: Any, count: int) -> list[np.ndarray[Any, np.dtype[np.float32]] | None]:

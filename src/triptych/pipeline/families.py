@@ -5,7 +5,11 @@ This is the only place where a model family is named. A class that is absent her
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+from typing import Literal
+
+from triptych.wire.schema import Param
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -30,10 +34,33 @@ class Preset:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
+class Pictures:
+    """How a pipeline takes the pictures and clips of a request."""
+
+    most: int = 1
+    """Most pictures to start from; above 1 the pipeline gets a list."""
+    whole: bool = False
+    """They go in as they are: the pipeline resizes them itself, and makes its output in their shape if not told else.
+    Otherwise they are cut to the size that is asked for."""
+    mode: Literal["RGB", "RGBA"] = "RGB"
+    pair_setting: str | None = None
+    """The transformer's setting by which it says that it goes from a first to a last picture, and needs both."""
+    as_given: Mapping[str, tuple[str, str]] = field(default_factory=dict[str, tuple[str, str]])
+    """Blocks that would resize a picture, to their input and output. It has the right size, so it is passed on."""
+    references: int = 0
+    """Most pictures of what is to be seen, besides those to start from."""
+    clips: Mapping[str, bool] = field(default_factory=dict[str, bool])
+    """Inputs that are clips of as many frames as asked for, and whether the pipeline cannot do without."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
 class Family:
-    """How one modular pipeline class differs from the generic rules."""
+    """How one pipeline class differs from the generic rules."""
 
     preset: Preset = Preset()
+    pictures: Pictures = Pictures()
+    extras: tuple[Param, ...] = ()
+    """Parameters of this class alone, under the names of its inputs."""
     guidance_offset: float = 0.0
     """Added to the client's guidance scale to get the guider's: 1 where the classic formula is ``c + s * (c - u)``."""
     encoder_needs_guider: bool = False
@@ -53,6 +80,9 @@ class Family:
     classic pipeline does not; the transformer is given the scheduler's own value."""
 
 
+MANY_PICTURES = 8
+"""Most pictures of one request, where a pipeline has no limit of its own."""
+
 GENERIC = Family()
 """What applies to a class that the table does not name."""
 
@@ -68,13 +98,27 @@ _WAN = Family(
     streams=True,
 )
 # Its blocks do not repeat the image's embeddings, so one output at a time is all that it can make.
-_WAN_I2V = replace(_WAN, preset=replace(_WAN.preset, num_inference_steps=40, max_n=1), text_length=512)
+_WAN_I2V = replace(
+    _WAN,
+    preset=replace(_WAN.preset, num_inference_steps=40, max_n=1),
+    text_length=512,
+    # The block that crops the last picture takes height for width, and needs torchvision.
+    pictures=Pictures(
+        pair_setting="pos_embed_seq_len", as_given={"last_image_resize": ("last_image", "resized_last_image")}
+    ),
+)
 _WAN22 = replace(_WAN, preset=replace(_WAN.preset, num_inference_steps=40, guidance_scale=4.0))
 _HELIOS = Family(preset=Preset(fps=24, guidance_scale=5.0, max_frames=1452), exact_timestep=True)
 # The audio autoencoder decodes with the decoder role; the denoiser asks how long and how wide its latents are.
 _LTX2 = Family(
     preset=Preset(height=512, width=768, num_frames=121), latent_patch=1, facts_only=frozenset({"audio_vae", "vae"})
 )
+_QWEN = Family(
+    preset=Preset(
+        height=1328, width=1328, num_inference_steps=50, guidance_scale=4.0, max_side=2752, max_pixels=1536 * 2752
+    )
+)
+_QWEN_EDIT = replace(_QWEN, preset=replace(_QWEN.preset, height=None, width=None), pictures=Pictures(whole=True))
 
 MODULAR_NAMES: dict[str, str] = {
     "FluxPipeline": "flux",
@@ -107,10 +151,70 @@ FAMILIES: dict[str, Family] = {
     "WanImage2VideoModularPipeline": _WAN_I2V,
     "Wan22ModularPipeline": _WAN22,
     "Wan22Image2VideoModularPipeline": replace(_WAN22, preset=replace(_WAN22.preset, guidance_scale=3.5)),
-    "QwenImageModularPipeline": Family(
-        preset=Preset(
-            height=1328, width=1328, num_inference_steps=50, guidance_scale=4.0, max_side=2752, max_pixels=1536 * 2752
-        )
+    "WanVACEPipeline": Family(
+        preset=_WAN.preset,
+        pictures=Pictures(references=MANY_PICTURES, clips={"video": False, "mask": False}),
+        extras=(
+            Param(
+                name="conditioning_scale",
+                type="number",
+                default=1.0,
+                minimum=0.0,
+                maximum=2.0,
+                description="How strongly the clip and the reference pictures steer.",
+            ),
+        ),
+    ),
+    "WanVideoToVideoPipeline": Family(
+        preset=_WAN.preset,
+        pictures=Pictures(clips={"video": True}),
+        extras=(
+            Param(
+                name="strength",
+                type="number",
+                default=0.8,
+                minimum=0.0,
+                maximum=1.0,
+                description="How much of the clip is made anew; 1 is all.",
+            ),
+        ),
+    ),
+    "QwenImageModularPipeline": _QWEN,
+    "QwenImageEditModularPipeline": _QWEN_EDIT,
+    "QwenImageEditPlusModularPipeline": replace(
+        _QWEN_EDIT,
+        preset=replace(_QWEN_EDIT.preset, num_inference_steps=40),
+        pictures=Pictures(whole=True, most=MANY_PICTURES),
+    ),
+    "QwenImageLayeredModularPipeline": replace(
+        _QWEN_EDIT,
+        pictures=Pictures(whole=True, mode="RGBA"),
+        extras=(
+            Param(
+                name="layers",
+                type="integer",
+                default=4,
+                minimum=1,
+                maximum=8,
+                description="Layers to take the picture apart into; each is an output.",
+            ),
+            Param(
+                name="resolution",
+                type="integer",
+                default=640,
+                minimum=640,
+                maximum=1024,
+                multiple_of=384,
+                remainder=256,
+                description="Side of the square of as many pixels as the output; 640 or 1024.",
+            ),
+            Param(
+                name="use_en_prompt",
+                type="boolean",
+                default=False,
+                description="Describe the picture in English where the prompt is blank.",
+            ),
+        ),
     ),
     "StableDiffusion3ModularPipeline": Family(
         preset=Preset(height=1024, width=1024, num_inference_steps=28, guidance_scale=7.0), negative_prompt=""

@@ -26,6 +26,7 @@ from triptych.pipeline.families import family_of
 from triptych.pipeline.fingerprint import fingerprint
 from triptych.pipeline.known import begins_with_picture, modular_counterpart
 from triptych.pipeline.modular import LoadedRole, ModularRolePipeline
+from triptych.pipeline.passing import pass_on
 from triptych.pipeline.rehearsal import ghosts, rehearse
 from triptych.pipeline.replay import ReplayRolePipeline
 from triptych.pipeline.replay_load import load_replay
@@ -67,8 +68,9 @@ def load_pipeline(
         return replayed
     dtype: torch.dtype = getattr(torch, model.effective_dtype)
     whole = _whole_pipeline(folder, index)
-    parts = cut(type(whole).__name__, whole.blocks, picture=begins_with_picture(index))
     family = family_of(type(whole).__name__)
+    blocks = pass_on(whole.blocks, family.pictures.as_given)
+    parts = cut(type(whole).__name__, blocks, picture=begins_with_picture(index))
     needed = functools.partial(_needed, parts, present, _left_out(index), family.facts_only)
     wanted = needed(roles)
     folder = resolve_source(model.path, wanted)

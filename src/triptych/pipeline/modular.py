@@ -162,7 +162,8 @@ class ModularRolePipeline:
         loaded = self._loaded[role]
         view = request_view(loaded.pipeline, self._family, params, encoder=role is Role.ENCODER)
         if role is Role.ENCODER:
-            return _WholeStage(self, role, view, _state(first_state(self._cut.inputs, params, images), {}), params)
+            first = first_state(self._cut.inputs, params, images, self._family)
+            return _WholeStage(self, role, view, _state(first, {}), params)
         state = self._received(role, inputs)
         if role is Role.DENOISER:
             return _DenoiseStage(self, SteppedBlock(view, loaded.blocks, state, self._clock))

@@ -35,6 +35,8 @@ log = logging.getLogger(__name__)
 _PROMPTS = ("a rehearsal", "a longer rehearsal, with a few more words in it than the one before")
 _STEPS = 2
 """Steps of a rehearsal: the second may differ from the first in what it keeps from it."""
+_FILES = ("image", "images", "video")
+_FILE = {"blob": 0}
 _STEPS_OF_TWO = 4
 """With two transformers, so that both get a turn."""
 
@@ -110,8 +112,10 @@ def _params(schema: RequestSchema, shape: Shape, steps: int) -> dict[str, Any]:
         "height": shape.height,
         "num_frames": shape.frames,
         "num_inference_steps": steps,
-        "image": {"blob": 0},
         "seed": 0,
+    }
+    wanted |= {
+        p.name: [_FILE] if p.type == "images" else _FILE for p in schema.params if p.required and p.type in _FILES
     }
     if shape.frames > 1 and schema.param("num_frames") is None:
         raise ConfigError(f"warmup={shape}: the model makes images, so say WIDTHxHEIGHT")

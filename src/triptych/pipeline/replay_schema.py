@@ -11,7 +11,7 @@ import msgspec
 
 from triptych.pipeline.anatomy import Anatomy
 from triptych.pipeline.cut import Cut
-from triptych.pipeline.families import Family, Preset
+from triptych.pipeline.families import Preset, family_of
 from triptych.pipeline.names import COUNT_INPUTS, LAST, MASK, SPATIAL, TEMPORAL, factor
 from triptych.pipeline.request import first_state
 from triptych.pipeline.schema import Settings, build_schema
@@ -23,6 +23,9 @@ ALIASES: dict[str, tuple[str, ...]] = {
     "fps": ("fps", "frame_rate"),
 }
 """Request parameter to what pipelines call it: the first that a signature has a value for, else the first it has."""
+
+SECOND_SCALE = "guidance_scale_2"
+"""Guidance of the second transformer, of pipelines that may have two."""
 
 _SAME = (
     "prompt", "negative_prompt", "height", "width", "num_inference_steps", "max_sequence_length", "strength",
@@ -46,8 +49,10 @@ def call_arguments(anatomy: Anatomy, params: Mapping[str, Any], images: Sequence
 
     Raises `BadRequest` for an image that cannot be read.
     """
-    arguments = first_state(_declared(anatomy), params, images)
+    arguments = first_state(_declared(anatomy), params, images, family_of(anatomy.pipeline))
     seed = arguments.pop("generator").initial_seed()
+    if params.get(SECOND_SCALE) is not None:
+        arguments[SECOND_SCALE] = params[SECOND_SCALE]
     for name, own in _aliases(anatomy).items():
         arguments.pop(name, None)
         if params.get(name) is not None:
@@ -78,9 +83,14 @@ def build_replay_schema(
         given=given,
     )
     facts = _Facts(pipeline)
-    family = Family(preset=_preset(facts, anatomy))
+    family = family_of(anatomy.pipeline)
+    family = dataclasses.replace(family, preset=_merged(_preset(facts, anatomy), family.preset))
     schema = build_schema(model, index, facts, parts, family, settings)
     multiple = _side_multiple(facts, index["_class_name"])
+    if SECOND_SCALE in anatomy.parameters and pipeline.config.get("boundary_ratio") is not None:
+        second = Param(name=SECOND_SCALE, type="number", nullable=True, minimum=0.0, maximum=100.0,
+                       description="The same for the second transformer; None is guidance_scale.")  # fmt: skip
+        schema = msgspec.structs.replace(schema, params=(*schema.params, second))
     params = tuple(_adapted(param, multiple) for param in schema.params if param.name != "prompt" or "prompt" in given)
     return msgspec.structs.replace(
         schema, split="replay", task=anatomy.task, params=params, handoff=_handoff(schema.handoff, schema.params, given)
@@ -95,6 +105,9 @@ def _names(anatomy: Anatomy) -> dict[str, Any]:
     if anatomy.takes_mask:
         found[MASK] = None
     found |= dict.fromkeys({LAST} & anatomy.parameters.keys())
+    found |= dict.fromkeys(anatomy.carried)
+    extras = (extra.name for extra in family_of(anatomy.pipeline).extras)
+    found |= {name: anatomy.parameters[name] for name in extras if name in anatomy.parameters}
     found |= {name: anatomy.parameters[own] for name, own in _aliases(anatomy).items()}
     return found
 
@@ -139,6 +152,11 @@ def _preset(facts: Any, anatomy: Anatomy) -> Preset:
     if "fps" in numbers:
         numbers["fps"] = round(numbers["fps"])
     return Preset(**numbers)
+
+
+def _merged(found: Preset, ours: Preset) -> Preset:
+    """``found`` with what we know better."""
+    return dataclasses.replace(found, **{n: v for n, v in dataclasses.asdict(ours).items() if v is not None})
 
 
 def _native_size(facts: Any, side: str) -> int:

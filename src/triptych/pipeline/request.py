@@ -2,18 +2,17 @@
 
 from __future__ import annotations
 
-import io
 import secrets
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import msgspec
 import torch
-from PIL import Image, ImageOps
 
 from triptych.errors import BadRequest, ConfigError
 from triptych.pipeline.families import Family
-from triptych.pipeline.names import COUNT_INPUTS, GUIDERS, LAST, MASK, STAGE_STEPS
+from triptych.pipeline.names import COUNT_INPUTS, GUIDERS, STAGE_STEPS
+from triptych.pipeline.pictures import opened
 from triptych.wire.schema import Param, RequestSchema
 
 _STATE_NAMES = (
@@ -25,8 +24,6 @@ _STATE_NAMES = (
 _NO_DEFAULT = ("n", "output_format")
 """Their defaults are the doors' own."""
 
-MAX_IMAGE_PIXELS = 64 << 20
-
 
 def complete(schema: RequestSchema, params: Mapping[str, Any]) -> dict[str, Any]:
     """``params`` with the schema's defaults filled in; raises `BadRequest` for what the schema does not allow."""
@@ -37,6 +34,9 @@ def complete(schema: RequestSchema, params: Mapping[str, Any]) -> dict[str, Any]
     found = {param.name: _checked(param, params.get(param.name, param.default)) for param in schema.params}
     if (objection := schema.too_large(found)) is not None:
         raise BadRequest("size", f"size: {objection}")
+    for param in schema.params:
+        if param.needs and found[param.name] is not None and found.get(param.needs) is None:
+            raise BadRequest(param.name, f"{param.name}: is of no use without {param.needs}")
     return found
 
 
@@ -44,7 +44,7 @@ def with_defaults(schema: RequestSchema, defaults: Mapping[str, bool | int | flo
     """``schema`` with ``defaults`` in place of its own. Raises `ConfigError` for what no request could say."""
     for name, value in defaults.items():
         param = schema.param(name)
-        if param is None or param.required or name in _NO_DEFAULT or param.type in ("image", "images"):
+        if param is None or param.required or name in _NO_DEFAULT or param.type in ("image", "images", "video"):
             can = ", ".join(p.name for p in schema.params if not p.required and p.name not in _NO_DEFAULT)
             raise ConfigError(f"--default {name}={value!r}: {schema.pipeline} has defaults of {can}")
         try:
@@ -61,19 +61,18 @@ def with_defaults(schema: RequestSchema, defaults: Mapping[str, bool | int | flo
     return changed
 
 
-def first_state(inputs: Iterable[Any], params: Mapping[str, Any], images: Sequence[bytes]) -> dict[str, Any]:
+def first_state(
+    inputs: Iterable[Any], params: Mapping[str, Any], images: Sequence[bytes], family: Family
+) -> dict[str, Any]:
     """Entries of the first state, for the declared ``inputs`` of the whole, uncut pipeline.
 
     All of them are set, for a part alone would apply other defaults than the whole. The random generator
     lives on the CPU, where equal seeds draw equal numbers on any machine.
     """
     seed = params.get("seed")
-    known: dict[str, Any] = {name: params[name] for name in _STATE_NAMES if params.get(name) is not None}
-    known |= {
-        name: _opened(name, params[name], images, params)
-        for name in ("image", MASK, LAST)
-        if params.get(name) is not None
-    }
+    names = (*_STATE_NAMES, *(param.name for param in family.extras))
+    known: dict[str, Any] = {name: params[name] for name in names if params.get(name) is not None}
+    known |= opened(family.pictures, params, images)
     known["generator"] = torch.Generator("cpu").manual_seed(secrets.randbits(53) if seed is None else seed)
     known |= dict.fromkeys(COUNT_INPUTS, params.get("n", 1))
     known["output_type"] = "pt"
@@ -129,7 +128,7 @@ def _has_type(param: Param, value: Any) -> bool:
             return isinstance(value, (int, float)) and not isinstance(value, bool)
         case "boolean":
             return isinstance(value, bool)
-        case "image":
+        case "image" | "video":
             return isinstance(value, dict) and set(value) == {"blob"}
         case "images":
             return isinstance(value, list) and all(isinstance(item, dict) and set(item) == {"blob"} for item in value)
@@ -142,31 +141,3 @@ def _check_number(param: Param, value: float) -> None:
     if param.multiple_of is not None and (value - param.remainder) % param.multiple_of:
         more = f" plus {param.remainder}" if param.remainder else ""
         raise BadRequest(param.name, f"{param.name}={value}: must be a multiple of {param.multiple_of}{more}")
-
-
-def _opened(name: str, reference: dict[str, Any], images: Sequence[bytes], params: Mapping[str, Any]) -> Image.Image:
-    """The referenced image in RGB (a mask in grey), upright, cut to the requested aspect and size.
-
-    Pipelines would otherwise take height and width for an area and keep the picture's own aspect.
-    """
-    blob = reference["blob"]
-    if not isinstance(blob, int) or not 0 <= blob < len(images):
-        raise BadRequest(name, f"{name}: blob {blob!r} of {len(images)}")
-    try:
-        image = Image.open(io.BytesIO(images[blob]))
-        if image.width * image.height > MAX_IMAGE_PIXELS:
-            raise BadRequest(name, f"{name}: {image.width}x{image.height} exceeds {MAX_IMAGE_PIXELS} pixels")
-        image = ImageOps.exif_transpose(image)
-        image = _grey(image) if name == MASK else image.convert("RGB")
-    except (OSError, ValueError, SyntaxError, Image.DecompressionBombError) as error:
-        raise BadRequest(name, f"{name}: cannot be decoded: {error}") from error
-    return ImageOps.fit(image, (params["width"], params["height"]), Image.Resampling.LANCZOS)
-
-
-def _grey(mask: Image.Image) -> Image.Image:
-    """A mask whose white is made anew. Of one with transparency, as OpenAI's clients send it, that is what is clear."""
-    if "A" in mask.getbands():
-        alpha = mask.getchannel("A")
-        if alpha.getextrema() != (255, 255):
-            return ImageOps.invert(alpha)
-    return mask.convert("L")

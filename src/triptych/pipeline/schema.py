@@ -7,10 +7,13 @@ import json
 from pathlib import Path
 from typing import Any
 
+from msgspec.structs import replace
+
 from triptych.errors import ModelError
 from triptych.pipeline.cut import Cut
 from triptych.pipeline.families import BASE, Family, Preset
-from triptych.pipeline.names import COUNT_INPUTS, GUIDERS, LAST, MASK, SPATIAL, STAGE_STEPS, TEMPORAL, factor
+from triptych.pipeline.names import COUNT_INPUTS, GUIDERS, SPATIAL, STAGE_STEPS, TEMPORAL, factor
+from triptych.pipeline.pictures import picture_params
 from triptych.pipeline.shift import FLOW_SHIFT, shift_of
 from triptych.wire.schema import HandoffSize, Param, RequestSchema
 
@@ -89,8 +92,8 @@ class _Builder:
             Param(name="prompt", type="string", required=True, max_length=MAX_PROMPT, description="What to show."),
             *self._negative_prompt(),
             *self._pictures(),
-            self._side("height"),
-            self._side("width"),
+            *self._side("height"),
+            *self._side("width"),
             *(self._video() if output == "video" else ()),
             *self._steps(),
             *self._guidance(),
@@ -99,6 +102,7 @@ class _Builder:
             Param(name="seed", type="integer", nullable=True, minimum=0, maximum=MAX_SEED,
                   description="Equal seeds give equal outputs; None draws one."),
             *self._sequence_length(),
+            *(extra for extra in self._family.extras if extra.name in self._inputs),
             *self._count(),
             Param(name="output_format", type="string", nullable=True,
                   choices=(*(("mp4",) if output == "video" else ()), "png", "jpeg", "webp"),
@@ -136,16 +140,9 @@ class _Builder:
                       description="What to avoid; needs guidance.")]  # fmt: skip
 
     def _pictures(self) -> list[Param]:
-        given = self._parts.given
-        found: list[Param] = []
-        if "image" in given:
-            found.append(Param(name="image", type="image", required=True, description="The picture to start from."))
-        if MASK in given:
-            found.append(Param(name=MASK, type="image", required=True,
-                               description="Where the picture is made anew: white, or transparent."))  # fmt: skip
-        if "image" in given and LAST in self._inputs:
-            found.append(Param(name=LAST, type="image", nullable=True, description="The picture to end with."))
-        return found
+        pictures = self._family.pictures
+        paired = bool(pictures.pair_setting and _config(self._whole, "transformer", pictures.pair_setting))
+        return list(picture_params(pictures, self._inputs, self._parts.given, paired=paired))
 
     def _strength(self) -> list[Param]:
         if "image" not in self._parts.given or "strength" not in self._inputs:
@@ -154,11 +151,17 @@ class _Builder:
                       maximum=1.0,
                       description="How much of the picture is made anew; 1 is all.")]  # fmt: skip
 
-    def _side(self, name: str) -> Param:
+    def _side(self, name: str) -> list[Param]:
+        follows = self._family.pictures.whole
+        if follows and name not in self._inputs:
+            return []
         multiple = self._side_multiple
         most = self._limit("max_side") or 2048
         default = self._default(name) or self._declared(name) or self._fact(f"default_{name}", 512)
-        return _stepped(name, default, multiple, 0, most, "Pixels.", least=multiple)
+        param = _stepped(name, default, multiple, 0, most, "Pixels.", least=multiple)
+        if follows:
+            param = replace(param, default=None, nullable=True, description="Pixels; None follows the picture.")
+        return [param]
 
     def _video(self) -> list[Param]:
         params: list[Param] = []

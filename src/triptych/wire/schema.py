@@ -7,7 +7,7 @@ from typing import Any, Literal
 
 import msgspec
 
-ParamType = Literal["string", "integer", "number", "boolean", "image", "images"]
+ParamType = Literal["string", "integer", "number", "boolean", "image", "images", "video"]
 
 
 class Param(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -28,6 +28,8 @@ class Param(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
     choices: tuple[str, ...] = ()
     max_length: int | None = None
     """Characters of a string, or number of images."""
+    needs: str = ""
+    """The parameter without which this one is of no use."""
     description: str = ""
 
 

@@ -1,0 +1,38 @@
+"""Clips of clients: refused unless they are MP4 or WebM files with pictures of sane size."""
+
+from __future__ import annotations
+
+import io
+
+import av
+from av.error import FFmpegError
+
+from triptych.api.pictures import MAX_PIXELS, MAX_SIDE, clean_picture
+from triptych.errors import BadRequest
+from triptych.wire.clips import clip_format
+
+
+def clean_clip(field: str, data: bytes) -> bytes:
+    """The clip in ``data``, or a still picture, which stands for a clip of equal frames. Raises `BadRequest` for
+    anything else. Only the file's head is read; its frames are decoded by the instance that works with them."""
+    kind = clip_format(data)
+    if kind is None:
+        return clean_picture(field, data)
+    try:
+        with av.open(io.BytesIO(data), "r", format=kind) as container:
+            stream = container.streams.video[0]
+            width, height = stream.codec_context.width, stream.codec_context.height
+    except (FFmpegError, IndexError, ValueError) as error:
+        raise BadRequest(field, f"{field}: the file is not a readable MP4 or WebM clip") from error
+    if not 0 < max(width, height) <= MAX_SIDE or width * height > MAX_PIXELS:
+        raise BadRequest(field, f"{field}: the clip is {width}x{height}; at most {MAX_SIDE} pixels a side are accepted")
+    return data
+
+
+def clip_length(data: bytes) -> int | None:
+    """Frames of a clip that `clean_clip` has let through, where its head says so; None for a still picture too."""
+    kind = clip_format(data)
+    if kind is None:
+        return None
+    with av.open(io.BytesIO(data), "r", format=kind) as container:
+        return container.streams.video[0].frames or None

@@ -1,0 +1,43 @@
+"""Blocks that would resize a picture which has the requested size already: their output is the picture itself."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from triptych.pipeline.cut import walk
+
+
+def pass_on(blocks: Any, as_given: Mapping[str, tuple[str, str]]) -> Any:
+    """``blocks``, changed: every nested block that ``as_given`` names, to its input and output, passes that on."""
+    if as_given:
+        for block in list(walk(blocks)):
+            for name in block.sub_blocks.keys() & as_given.keys():
+                block.sub_blocks[name] = _passing(*as_given[name])
+    return blocks
+
+
+def _passing(given: str, passed: str) -> Any:
+    from diffusers.modular_pipelines.modular_pipeline import ModularPipelineBlocks
+    from diffusers.modular_pipelines.modular_pipeline_utils import InputParam, OutputParam
+
+    class Passing(ModularPipelineBlocks):
+        """Files the entry ``given`` under the name ``passed``, too."""
+
+        @property
+        def description(self) -> str:
+            return f"{passed} is {given}"
+
+        @property
+        def inputs(self) -> list[Any]:
+            return [InputParam(given, required=True)]
+
+        @property
+        def intermediate_outputs(self) -> list[Any]:
+            return [OutputParam(passed)]
+
+        def __call__(self, components: Any, state: Any) -> Any:
+            state.set(passed, state.get(given))
+            return components, state
+
+    return Passing()

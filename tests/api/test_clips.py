@@ -1,0 +1,105 @@
+"""Clips of clients at the door: MP4 and WebM, or a still picture; formats that name other files are never opened."""
+
+from __future__ import annotations
+
+import io
+
+import av
+import numpy as np
+import pytest
+from PIL import Image
+
+from triptych.api.body import Body
+from triptych.api.clips import clean_clip
+from triptych.api.orders import read_order
+from triptych.errors import BadRequest
+from triptych.wire.schema import Param, RequestSchema
+
+
+def film(kind: str, codec: str, width: int = 64, height: int = 48, frames: int = 3) -> bytes:
+    buffer = io.BytesIO()
+    with av.open(buffer, "w", format=kind) as container:
+        stream = container.add_stream(codec, rate=8)
+        stream.width, stream.height, stream.pix_fmt = width, height, "yuv420p"
+        for _ in range(frames):
+            container.mux(stream.encode(av.VideoFrame.from_ndarray(np.zeros((height, width, 3), np.uint8))))
+        container.mux(stream.encode())
+    return buffer.getvalue()
+
+
+def still() -> bytes:
+    buffer = io.BytesIO()
+    Image.new("RGB", (8, 8)).save(buffer, "PNG")
+    return buffer.getvalue()
+
+
+SCHEMA = RequestSchema(
+    model="m",
+    pipeline="WanVACEPipeline",
+    split="replay",
+    task="text-to-video",
+    output="video",
+    params=(
+        Param(name="prompt", type="string", required=True),
+        Param(name="reference_images", type="images", nullable=True, max_length=2),
+        Param(name="video", type="video", nullable=True),
+        Param(name="mask", type="video", nullable=True, needs="video"),
+        Param(name="num_frames", type="integer", default=5, minimum=1, maximum=9),
+    ),
+)
+
+
+@pytest.mark.parametrize(("kind", "codec"), [("mp4", "libx264"), ("webm", "libvpx-vp9"), ("matroska", "ffv1")])
+def test_a_clip_passes_unchanged(kind: str, codec: str) -> None:
+    data = film(kind, codec)
+    assert clean_clip("video", data) is data
+
+
+def test_a_still_picture_stands_for_a_clip() -> None:
+    assert clean_clip("mask", still())
+
+
+@pytest.mark.parametrize(
+    "data",
+    [
+        b"#EXTM3U\n#EXTINF:1,\nfile:///etc/passwd\n",
+        b"ffconcat version 1.0\nfile /etc/passwd\n",
+        b"\x1a\x45\xdf\xa3 and no more",
+        b"\0\0\0\x18ftypmp42\0\0\0\0mp42isom",
+        b"RIFF\0\0\0\0AVI LIST",
+        b"",
+    ],
+)
+def test_what_is_no_clip_is_refused_by_name(data: bytes) -> None:
+    with pytest.raises(BadRequest, match="video: the file is not a readable") as caught:
+        clean_clip("video", data)
+    assert caught.value.field == "video"
+
+
+def test_an_order_refers_to_its_files_by_number() -> None:
+    clip = film("mp4", "libx264", frames=5)
+    uploads = {"video": [clip], "mask": [still()], "reference_images": [still(), still()]}
+    order = read_order(SCHEMA, Body(fields={"prompt": "a"}, uploads=uploads), "video")
+    assert order.params["video"] == {"blob": 0}
+    assert order.params["mask"] == {"blob": 1}
+    assert order.params["reference_images"] == [{"blob": 2}, {"blob": 3}]
+    assert order.images[0] == clip
+
+
+@pytest.mark.parametrize(("name", "files"), [("video", 2), ("reference_images", 3)])
+def test_too_many_files_are_refused(name: str, files: int) -> None:
+    with pytest.raises(BadRequest, match=f"{name}: has {files} files"):
+        read_order(SCHEMA, Body(fields={"prompt": "a"}, uploads={name: [still()] * files}), "video")
+
+
+def test_a_mask_without_a_clip_is_refused() -> None:
+    with pytest.raises(BadRequest, match="mask: is of no use without video"):
+        read_order(SCHEMA, Body(fields={"prompt": "a"}, uploads={"mask": [still()]}), "video")
+
+
+def test_a_clip_shorter_than_what_is_to_be_made_of_it_is_refused() -> None:
+    uploads = {"video": [film("mp4", "libx264")]}
+    with pytest.raises(BadRequest, match="video: the clip has 3 frames; num_frames=5 are asked for"):
+        read_order(SCHEMA, Body(fields={"prompt": "a"}, uploads=uploads), "video")
+    order = read_order(SCHEMA, Body(fields={"prompt": "a", "num_frames": 3}, uploads=uploads), "video")
+    assert order.params["num_frames"] == 3
