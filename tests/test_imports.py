@@ -14,11 +14,12 @@ import triptych
 
 ROOT = Path(triptych.__file__).parent
 
-BASE = {"errors", "ids", "config"}
+BASE = {"errors", "ids", "config", "parallelism"}
 LAYERS: dict[str, set[str]] = {
     "errors": set(),
     "ids": set(),
-    "config": {"errors", "ids"},
+    "config": {"errors", "ids", "parallelism"},
+    "parallelism": {"errors"},
     "models": set(),
     "wire": {"errors", "ids"},
     "core": BASE | {"wire"},

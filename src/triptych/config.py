@@ -12,6 +12,7 @@ from urllib.parse import urlsplit
 
 from triptych.errors import ConfigError
 from triptych.ids import ROLES, Role
+from triptych.parallelism import Parallelism
 
 MIB = 1 << 20
 
@@ -165,7 +166,9 @@ class InstanceConfig:
     transfer: TransferConfig
     model: ModelConfig
     gpu_ids: tuple[int, ...] = (0,)
-    """CUDA devices; ignored on CPU."""
+    """CUDA devices, one for each rank; on the CPU only their number counts."""
+    parallel: Parallelism = field(default_factory=Parallelism)
+    """How several GPUs share the denoiser's work."""
     slots: int = 2
     """Leases held at once: those computing plus those whose inputs are pulled ahead."""
     max_running: int = 1
@@ -201,6 +204,44 @@ class InstanceConfig:
         if self.model.batching and self.max_running < 2 and self.roles != (Role.DECODER,):
             raise ConfigError("batching: needs max-running-requests of 2 or more, since it joins what runs at once")
         _check_reach("disagg-p2p-hostname", self.transfer.hostname, self.key_dir, self.insecure)
+        self._check_ranks()
+
+    @property
+    def ranks(self) -> int:
+        """GPUs, and processes, of the instance."""
+        return len(self.gpu_ids)
+
+    def _check_ranks(self) -> None:
+        if not self.gpu_ids or len(set(self.gpu_ids)) != len(self.gpu_ids):
+            raise ConfigError(f"num-gpus={len(self.gpu_ids)}: an instance needs one GPU or several different ones")
+        said, tp = ",".join(self.roles), self.parallel.encoder_tp
+        if tp not in (1, self.ranks):
+            raise ConfigError(f"encoder-tp={tp}: must be 1 or num-gpus={self.ranks}")
+        if tp > 1 and Role.ENCODER not in self.roles:
+            raise ConfigError(f"encoder-tp={tp} does not apply to disagg-role {said}")
+        if Role.DENOISER in self.roles:
+            self.parallel.check(self.ranks)
+        elif self.parallel.of_denoiser:
+            raise ConfigError(f"denoiser-cfg and so on do not apply to disagg-role {said}")
+        elif self.ranks != tp:
+            raise ConfigError(
+                f"num-gpus={self.ranks}: must be 1 for disagg-role {said}; denoisers share GPUs, and encoders with "
+                "encoder-tp"
+            )
+        if self.ranks == 1:
+            return
+        if self.model.batching or self.model.step_cache:
+            raise ConfigError(f"num-gpus={self.ranks}: batching and step-cache are for denoisers of one GPU")
+        if self.parallel.tp > 1 and (self.model.profile != "stock" or self.model.quant != "none"):
+            raise ConfigError(
+                f"denoiser-tp={self.parallel.tp}: needs profile=stock and quant=none, other layers cannot be spread"
+            )
+
+    @property
+    def shared_roles(self) -> tuple[Role, ...]:
+        """The roles that all ranks compute; rank 0 computes the others alone."""
+        shared = {Role.DENOISER, Role.ENCODER} if self.parallel.encoder_tp > 1 else {Role.DENOISER}
+        return tuple(role for role in self.roles if role in shared)
 
     @property
     def work_url(self) -> str:
@@ -218,7 +259,11 @@ class InstanceConfig:
     @property
     def torch_device(self) -> str:
         """Name of the device of rank 0."""
-        return f"cuda:{self.gpu_ids[0]}" if self.model.device == "cuda" else "cpu"
+        return self.device_of(0)
+
+    def device_of(self, rank: int) -> str:
+        """Name of the device that a rank computes on."""
+        return f"cuda:{self.gpu_ids[rank]}" if self.model.device == "cuda" else "cpu"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

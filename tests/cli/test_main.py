@@ -98,8 +98,27 @@ def test_naming_the_model_twice_is_refused(capsys: pytest.CaptureFixture[str]) -
     assert "name the model once" in complaint(capsys, "serve", "tiny", "--model-path", "other")
 
 
-def test_several_gpus_for_one_instance_are_refused(capsys: pytest.CaptureFixture[str]) -> None:
-    assert "--num-gpus 2: must be 1" in complaint(capsys, *INSTANCE, "--num-gpus", "2")
+@pytest.mark.parametrize(
+    ("words", "expected"),
+    [
+        (["--disagg-role", "encoder", "--num-gpus", "2"], "num-gpus=2: must be 1 for disagg-role encoder"),
+        (["--disagg-role", "decoder", "--denoiser-cfg", "1"], "do not apply to disagg-role decoder"),
+        (["--num-gpus", "2", "--denoiser-cfg", "3"], "denoiser-cfg=3: must be 1 or 2"),
+        (["--num-gpus", "4", "--denoiser-cfg", "2", "--denoiser-sp", "4"], "num-gpus=4: denoiser-cfg x denoiser-sp"),
+        (["--num-gpus", "4", "--denoiser-sp", "4", "--denoiser-ulysses", "3"], "denoiser-ulysses x denoiser-ring"),
+        (["--num-gpus", "8", "--denoiser-sp", "2"], "leaves 4 groups of GPUs"),
+        (["--num-gpus", "0"], "num-gpus=0"),
+        (["--num-gpus", "2", "--denoiser-tp", "2", "--profile", "fast"], "needs profile=stock"),
+        (["--num-gpus", "2", "--encoder-tp", "2"], "encoder-tp=2 does not apply to disagg-role denoiser"),
+        (["--disagg-role", "encoder", "--num-gpus", "4", "--encoder-tp", "2"], "must be 1 or num-gpus=4"),
+        (["--disagg-role", "decoder", "--decoder-tp", "2"], "decoders compute on one GPU"),
+        (["--num-gpus", "2", "--step-cache", "0.1"], "batching and step-cache are for denoisers of one GPU"),
+    ],
+)
+def test_gpus_that_no_model_could_share_so_are_refused(
+    capsys: pytest.CaptureFixture[str], words: list[str], expected: str
+) -> None:
+    assert expected in complaint(capsys, *INSTANCE, "--disagg-role", "denoiser", *words)
 
 
 @pytest.mark.parametrize(
@@ -110,7 +129,7 @@ def test_several_gpus_for_one_instance_are_refused(capsys: pytest.CaptureFixture
         (["--encoder-gpus", "0"], "--denoiser-gpus is missing"),
         (["--replicas", "2", "--encoders", "1", "--device", "cpu"], "say one or the other"),
         (["--encoder-gpus", "a"], "must be GPU numbers"),
-        (["--encoder-gpus", "0", "--denoiser-gpus", "1,2", "--decoder-gpus", "0"], "one GPU"),
+        (["--encoder-gpus", "0", "--denoiser-gpus", "1,3", "--decoder-gpus", "0"], "follow one another"),
     ],
 )
 def test_up_refuses_contradictions(capsys: pytest.CaptureFixture[str], words: list[str], expected: str) -> None:

@@ -24,6 +24,29 @@ def test_each_gpu_list_becomes_an_instance_that_the_server_waits_for() -> None:
     assert plan.url == "http://127.0.0.1:22000"
 
 
+def test_a_list_of_several_gpus_is_one_instance_and_only_denoisers_hear_how_to_share_them() -> None:
+    args = ServerArgs.from_kwargs(model_path="tiny", device="cuda", denoiser_cfg=2)
+    plan = plan_pool(args, encoder_gpus=[[0]], denoiser_gpus=[[1, 2], [3, 4]], decoder_gpus=[[0]])
+    denoisers = [p.command for p in plan.instances if p.name.startswith("denoiser")]
+    assert [value(command, "--base-gpu-id") for command in denoisers] == ["1", "3"]
+    assert [value(command, "--num-gpus") for command in denoisers] == ["2", "2"]
+    assert [value(command, "--denoiser-cfg") for command in denoisers] == ["2", "2"]
+    assert not [
+        p.name
+        for p in plan.instances
+        if p.name[0] in "de" and "denoiser" not in p.name and "--denoiser-cfg" in p.command
+    ]
+
+
+def test_ranks_on_the_cpu_share_its_cores_too(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
+    monkeypatch.setattr("os.cpu_count", lambda: 8)
+    args = ServerArgs.from_kwargs(model_path="tiny", device="cpu")
+    (replica,) = plan_pool(args, replica_gpus=[[0, 1]]).instances
+    assert replica.environment == {"OMP_NUM_THREADS": "4"}
+    assert value(replica.command, "--num-gpus") == "2"
+
+
 def test_a_replica_is_named_for_every_role() -> None:
     plan = plan_pool(ServerArgs.from_kwargs(model_path="tiny", device="cpu"), replica_gpus=[[0], [1]])
     (one, two) = plan.instances

@@ -146,7 +146,7 @@ class Instance:
     def __init__(self, desk: Desk, *roles: Role, log: Path, **options: Any) -> None:
         self.port = free_port()
         self.log = log
-        config = {"slots": 2, "max_running": 1, "model": "tiny", "transfer": "shm"} | options
+        config = {"slots": 2, "max_running": 1, "model": "tiny", "transfer": "shm", "gpu_ids": (0,)} | options
         code = (
             "from triptych.config import *\n"
             "from triptych.ids import Role\n"
@@ -154,7 +154,7 @@ class Instance:
             "raise SystemExit(run_instance(InstanceConfig(\n"
             f"    roles=tuple(map(Role, {[str(r) for r in roles]})), server_addr='tcp://127.0.0.1:{desk.port}',\n"
             f"    work_port={self.port}, transfer=TransferConfig(kind={config['transfer']!r}),\n"
-            f"    model=ModelConfig(path={config['model']!r}, device='cpu'),\n"
+            f"    model=ModelConfig(path={config['model']!r}, device='cpu'), gpu_ids={config['gpu_ids']},\n"
             f"    slots={config['slots']}, max_running={config['max_running']})))\n"
         )
         with log.open("w") as stderr:

@@ -167,6 +167,13 @@ def _register(backend: str) -> None:
 
 
 def _entry_function(operator: Callable[..., Tensor], native: Callable[..., Tensor]) -> Callable[..., Tensor]:
+    from diffusers.models import attention_dispatch as dispatch
+
+    def local(context: object, query: Tensor, key: Tensor, value: Tensor, *settings: Any, **_: Any) -> Tensor:
+        """This rank's heads, between the exchanges of Ulysses attention."""
+        _mask, _dropout, is_causal, scale, *_more = settings
+        return operator(query, key, value, scale or query.shape[-1] ** -0.5, is_causal)
+
     def attend(
         query: Tensor,
         key: Tensor,
@@ -176,9 +183,16 @@ def _entry_function(operator: Callable[..., Tensor], native: Callable[..., Tenso
         is_causal: bool = False,
         scale: float | None = None,
         enable_gqa: bool = False,
+        _parallel_config: Any = None,
     ) -> Tensor:
         if attn_mask is not None or query.dtype != torch.bfloat16:
-            return native(query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa)
+            rest = (dropout_p, is_causal, scale, enable_gqa)
+            return native(query, key, value, attn_mask, *rest, _parallel_config=_parallel_config)
+        if _parallel_config is not None:
+            settings = (None, dropout_p, is_causal, scale, enable_gqa, False)
+            exchange: Any = dispatch._templated_context_parallel_attention
+            ways = {"forward_op": local, "backward_op": None, "_parallel_config": _parallel_config}
+            return exchange(query, key, value, *settings, **ways)
         return operator(query, key, value, scale or query.shape[-1] ** -0.5, is_causal)
 
     return attend

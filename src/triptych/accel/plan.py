@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import logging
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -59,6 +59,7 @@ def accelerate(
     memory: StepMemory | None = None,
     tally: Tally | None = None,
     cache_dir: Path | None = None,
+    agree: Callable[[str], str] = str,
 ) -> tuple[Technique, ...]:
     """Apply what ``profile`` allows and the machine has to the real (not weightless) models of a role, in place.
 
@@ -66,7 +67,8 @@ def accelerate(
     between), or is ``auto``; it and ``quantisation`` are about denoisers, and roles without one have nothing to change.
     ``prompts`` are kept embeddings for text encoders; ``batcher`` joins forwards.
     ``step_cache`` is the threshold of step caching, 0 for none, and ``memory`` where whoever runs the steps gives it
-    room. Measurements are kept in ``cache_dir``.
+    room. Measurements are kept in ``cache_dir``; ``agree`` turns what was measured to be best here into what all ranks
+    of an instance take.
     Raises `ConfigError` when what is asked for by name cannot take effect.
     """
     done: list[Technique] = []
@@ -79,7 +81,7 @@ def accelerate(
     denoisers = {name: model for name, model in modules.items() if quant.repeated_blocks(model)}
     for name, model in denoisers.items():
         kind = "fp8" if profile == "fast" and quantisation == "none" else quantisation
-        done += _attention(name, model, device, dtype, profile, backend, cache_dir)
+        done += _attention(name, model, device, dtype, profile, backend, cache_dir, agree)
         if backend != wish:
             first = wish.partition(",")[0]
             log.warning("attention-backend %s is not on this machine: %s uses %s", first, name, attention.in_use(model))
@@ -144,6 +146,7 @@ def _attention(
     profile: Profile,
     backend: str,
     cache_dir: Path | None,
+    agree: Callable[[str], str],
 ) -> list[Technique]:
     config: Any = getattr(model, "config", None)
     heads, width = getattr(config, "num_attention_heads", None), getattr(config, "attention_head_dim", None)
@@ -157,9 +160,10 @@ def _attention(
     choice = attention.choose(
         device, heads=heads or 16, head_dim=width or 128, tokens=_BENCH_TOKENS, requested=backend, kept=kept
     )
-    attention.use_backend(model, choice.backend)
+    backend = agree(choice.backend)
+    attention.use_backend(model, backend)
     measured = ", ".join(f"{k} {v * 1e3:.2f} ms" for k, v in choice.seconds.items())
-    why = f"{choice.backend}, {choice.reason}" + (f" ({measured})" if measured else "")
+    why = f"{backend}, {choice.reason}" + (f" ({measured})" if measured else "")
     return [Technique(name=f"{name}: attention", on=True, why=why)]
 
 

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import json
 import shutil
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -141,11 +141,14 @@ def build(name: str, component: str, device: torch.device, dtype: torch.dtype) -
     return model.eval().requires_grad_(False)
 
 
-def write(name: str, out: Path, device: torch.device, dtype: torch.dtype) -> list[Path]:
+def write(
+    name: str, out: Path, device: torch.device, dtype: torch.dtype, weights: Collection[str] | None = None
+) -> list[Path]:
     """Write the size as a Diffusers-layout folder under ``out``; returns the component folders.
 
-    One component is in memory at a time. A T5 tokenizer has no random form: the embedded model's own takes its place,
-    whose tokens the larger vocabulary has too. Other tokenizers are not written.
+    One component is in memory at a time. Only those named in ``weights`` get any, the others their config alone; None:
+    all. A T5 tokenizer has no random form: the embedded model's own takes its place, whose tokens the larger
+    vocabulary has too. Other tokenizers are not written.
     """
     size = size_named(name)
     out.mkdir(parents=True, exist_ok=True)
@@ -162,6 +165,8 @@ def write(name: str, out: Path, device: torch.device, dtype: torch.dtype) -> lis
         cls = _class(library, class_name)
         if component == "scheduler":
             cls(**config).save_pretrained(folder)
+        elif issubclass(cls, nn.Module) and weights is not None and component not in weights:
+            _write_config(cls, config, folder)
         elif issubclass(cls, nn.Module):
             model: Any = build(name, component, device, dtype)
             model.save_pretrained(folder)
@@ -171,6 +176,14 @@ def write(name: str, out: Path, device: torch.device, dtype: torch.dtype) -> lis
         folders.append(folder)
     (out / "model_index.json").write_text(json.dumps(index, indent=2))
     return folders
+
+
+def _write_config(cls: Any, config: dict[str, Any], folder: Path) -> None:
+    if hasattr(cls, "config_class"):
+        cls.config_class(**config).save_pretrained(folder)
+        return
+    with torch.device("meta"):
+        cls(**config).save_config(folder)
 
 
 def _class(library: str, class_name: str) -> Any:

@@ -197,11 +197,15 @@ def _doctor(parser: argparse.ArgumentParser) -> None:
     )
 
 
-_BENCHES = "the router alone, handoffs, a forward and a decode against stock Diffusers, HTTP serving, a pool under load"
+_BENCHES = (
+    "the router alone, handoffs, a forward and a decode against stock Diffusers, HTTP serving, a pool under load, a "
+    "denoising step on several GPUs"
+)
+_BENCH_NAMES = ("control", "transfer", "stages", "serve", "soak", "parallel")
 
 
 def _bench(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("what", choices=("control", "transfer", "stages", "serve", "soak"), help=_BENCHES)
+    parser.add_argument("what", choices=_BENCH_NAMES, help=_BENCHES)
     parser.add_argument("arguments", nargs=argparse.REMAINDER, metavar="...", help="arguments of that benchmark")
 
 

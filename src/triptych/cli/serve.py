@@ -65,7 +65,7 @@ def _run_monolithic(options: ServerArgs) -> int:
         options,
         name="instance",
         roles=ROLES,
-        gpus=(options.base_gpu_id,),
+        gpus=options.gpu_ids,
         work_port=free_ports(1)[0],
         threads=1,
         disagg_transfer="local",

@@ -27,6 +27,7 @@ from triptych.errors import ConfigError
 from triptych.ids import ROLES, Role
 from triptych.launch.options import BY_NAME, OPTIONS, Kind, unknown_option
 from triptych.launch.readers import Scalar, read_key_file
+from triptych.parallelism import Parallelism
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -44,6 +45,13 @@ class ServerArgs:
     port: int = 30000
     num_gpus: int = 1
     base_gpu_id: int = 0
+    denoiser_cfg: int | None = None
+    denoiser_sp: int | None = None
+    denoiser_ulysses: int | None = None
+    denoiser_ring: int | None = None
+    encoder_tp: int = 1
+    decoder_tp: int = 1
+    denoiser_tp: int = 1
     device: DeviceType | None = None
     dtype: DTypeName | None = None
     encoder_urls: tuple[str, ...] = ()
@@ -126,6 +134,11 @@ class ServerArgs:
             case "instance":
                 return tuple(Role(name) for name in self.disagg_role.split(","))
 
+    @property
+    def gpu_ids(self) -> tuple[int, ...]:
+        """GPUs of the instance."""
+        return tuple(range(self.base_gpu_id, self.base_gpu_id + self.num_gpus))
+
     def check_applies(self, sources: Mapping[str, str] | None = None) -> None:
         """Raise `ConfigError` for an option that was said though a process of this kind does not read it.
 
@@ -186,10 +199,6 @@ class ServerArgs:
                 f"--disagg-server-addr is needed with --disagg-role {self.disagg_role}: tcp://host:port of the "
                 "server's frontend"
             )
-        if self.num_gpus != 1:
-            raise ConfigError(
-                f"--num-gpus {self.num_gpus}: must be 1, an instance computes on one GPU; start one instance per GPU"
-            )
         return InstanceConfig(
             roles=self.roles,
             server_addr=self.disagg_server_addr,
@@ -216,7 +225,16 @@ class ServerArgs:
                 warmup=self.warmup,
                 cache_dir=None if self.cache_dir is None else Path(self.cache_dir),
             ),
-            gpu_ids=(self.base_gpu_id,),
+            gpu_ids=self.gpu_ids,
+            parallel=Parallelism(
+                cfg=self.denoiser_cfg,
+                sp=self.denoiser_sp,
+                ulysses=self.denoiser_ulysses,
+                ring=self.denoiser_ring,
+                tp=self.denoiser_tp,
+                encoder_tp=self.encoder_tp,
+                decoder_tp=self.decoder_tp,
+            ),
             slots=self.slots,
             max_running=self.max_running_requests,
             metrics_port=self.metrics_port,
@@ -233,8 +251,8 @@ class ServerArgs:
     def words_for(self, kind: Kind, **overrides: Any) -> list[str]:
         """Command line words that start a ``triptych serve`` process of this kind with what was said here.
 
-        ``overrides`` are said besides, or instead.
+        ``overrides`` are said besides, or instead; None takes one back.
         """
         said = {option.name: getattr(self, option.name) for option in OPTIONS if option.name in self.given}
         said = {name: value for name, value in said.items() if kind in BY_NAME[name].kinds} | overrides
-        return [word for option in OPTIONS if option.name in said for word in option.words(said[option.name])]
+        return [w for option in OPTIONS if said.get(option.name) is not None for w in option.words(said[option.name])]

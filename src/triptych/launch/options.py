@@ -120,6 +120,15 @@ OPTIONS: tuple[Option, ...] = (
     _option("port", read_integer, 30000, DOOR, "PORT", "HTTP port"),
     _option("num_gpus", read_integer, 1, COMPUTE, "N", "GPUs of the instance"),
     _option("base_gpu_id", read_integer, 0, COMPUTE, "ID", "first GPU of the instance"),
+    _option(
+        "denoiser_cfg", read_integer, None, COMPUTE, "N", "2: the branches of guidance on GPUs of their own; 1: not"
+    ),
+    _option("denoiser_sp", read_integer, None, COMPUTE, "N", "GPUs that share a forward's tokens: ulysses x ring"),
+    _option("denoiser_ulysses", read_integer, None, COMPUTE, "N", "GPUs that exchange attention heads for tokens"),
+    _option("denoiser_ring", read_integer, None, COMPUTE, "N", "GPUs that pass keys and values around"),
+    _option("encoder_tp", read_integer, 1, COMPUTE, "N", "GPUs that share the weights of a T5 text encoder"),
+    _option("decoder_tp", read_integer, 1, COMPUTE, "N", "1: decoders compute on one GPU"),
+    _option("denoiser_tp", read_integer, 1, COMPUTE, "N", "GPUs that share the weights, of Wan's transformers"),
     _option("device", one_of("cuda", "cpu"), None, COMPUTE, "{cuda,cpu}", "default: cuda where torch sees a GPU"),
     _option(
         "dtype",

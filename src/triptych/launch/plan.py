@@ -95,17 +95,22 @@ def instance_spec(
         "scheduler_port": work_port,
         **overrides,
     }
+    if len(gpus) > 1:
+        said["num_gpus"] = len(gpus)
     if args.device != "cpu":
-        if len(gpus) != 1:
-            raise ConfigError(f"{name}: GPUs {list(gpus)}: an instance computes on one GPU; list each GPU on its own")
+        if list(gpus) != list(range(gpus[0], gpus[0] + len(gpus))):
+            raise ConfigError(f"{name}: GPUs {list(gpus)}: those of one instance must follow one another")
         said["base_gpu_id"] = gpus[0]
+    for role in set(ROLES) - set(roles):  # what was said of other roles is for other instances of the group
+        said |= {key: None for key in args.given if key.startswith(f"{role}_")}
     words = args.words_for("instance", **said)
     # Built here only to hear of what is impossible before any process starts.
     known = {key: getattr(args, key) for key in args.given if key not in said}
+    said = {key: value for key, value in said.items() if value is not None}
     config = ServerArgs.from_kwargs(**known, **said).instance_config(default_device="cpu")
     environment: dict[str, str] = {}
     if args.device != "cuda" and "OMP_NUM_THREADS" not in os.environ:
-        environment["OMP_NUM_THREADS"] = str(max(1, (os.cpu_count() or 1) // threads))
+        environment["OMP_NUM_THREADS"] = str(max(1, (os.cpu_count() or 1) // (threads * config.ranks)))
     return ProcessSpec(
         name=name,
         command=serve_command(words),

@@ -5,15 +5,16 @@ from __future__ import annotations
 import copy
 import functools
 import logging
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeAlias
 
 import diffusers
 import torch
 
 from triptych.accel.batching import ForwardBatcher
 from triptych.accel.compiling import count_compilations, default_folder, keep_graphs_in
+from triptych.accel.parallel.team import Team
 from triptych.accel.plan import accelerate
 from triptych.accel.prompts import PromptCache
 from triptych.accel.step_cache import StepMemory
@@ -32,13 +33,19 @@ from triptych.pipeline.replay import ReplayRolePipeline
 from triptych.pipeline.replay_load import load_replay
 from triptych.pipeline.request import with_defaults
 from triptych.pipeline.schema import build_schema, read_settings
+from triptych.pipeline.sharing import SharingPlan, TextSharing
 from triptych.pipeline.source import index_components, read_index, resolve_source
+from triptych.pipeline.stage import RolePipeline
 from triptych.pipeline.standin import stand_in
 from triptych.pipeline.steps import StepClock
 from triptych.pipeline.tasks import for_task
 from triptych.pipeline.weights import load_component
 
 logger = logging.getLogger(__name__)
+
+
+WarmUp: TypeAlias = Callable[[RolePipeline], None]
+"""Runs a request of each declared shape through a pipeline that was loaded, or one that wraps it."""
 
 
 def load_pipeline(
@@ -50,6 +57,19 @@ def load_pipeline(
     accelerations do is counted in ``tally``.
 
     Raises `ModelError` for a folder that cannot be loaded or split, naming the component.
+    """
+    pipeline, warm_up = load_cold(model, roles, device, tally)
+    warm_up(pipeline)
+    return pipeline
+
+
+def load_cold(
+    model: ModelConfig, roles: tuple[Role, ...], device: str, tally: Tally | None = None, team: Team | None = None
+) -> tuple[ModularRolePipeline | ReplayRolePipeline, WarmUp]:
+    """The same, and apart from it what warms it up.
+
+    With a ``team`` the denoiser computes this rank's share, and all ranks load at the same time. Raises `ConfigError`
+    besides, for a model that the team cannot share.
     """
     tally = tally or Tally()
     quiet_libraries()
@@ -63,9 +83,22 @@ def load_pipeline(
     if modular_counterpart(index) is None:
         if model.batching and roles != (Role.DECODER,):
             raise ConfigError(f"batching: {index['_class_name']} is split by replaying its own loop, which runs alone")
-        replayed = load_replay(model, index, roles, device, functools.partial(_accelerate, tally=tally))
-        rehearse(replayed, None, model.warmup, denoisers=1, tally=tally)
-        return replayed
+        accelerated = functools.partial(_accelerate, tally=tally, team=team)
+        replayed = load_replay(model, index, roles, device, accelerated, team)
+        return replayed, lambda own: rehearse(own, None, model.warmup, denoisers=1, tally=tally)
+    return _load_modular(model, index, present, roles, device, tally, team)
+
+
+def _load_modular(
+    model: ModelConfig,
+    index: dict[str, Any],
+    present: Mapping[str, tuple[str, str]],
+    roles: tuple[Role, ...],
+    device: str,
+    tally: Tally,
+    team: Team | None,
+) -> tuple[ModularRolePipeline, WarmUp]:
+    folder = resolve_source(model.path)
     dtype: torch.dtype = getattr(torch, model.effective_dtype)
     whole = _whole_pipeline(folder, index)
     family = family_of(type(whole).__name__)
@@ -79,13 +112,17 @@ def load_pipeline(
     family = family_of(type(whole).__name__)
     schema = build_schema(model.path, index, whole, parts, family, read_settings(folder))
     schema = with_defaults(schema, model.defaults)  # what cannot be is said before the weights are loaded
+    sharing = None if team is None or Role.DENOISER not in roles else _sharing(team, whole, parts, stand_ins)
+    text = None if team is None or team.wish.encoder_tp == 1 else TextSharing(team, present, stand_ins)
     loaded = {
         name: load_component(folder, name, present[name], model.components.get(name), dtype, torch.device(device))
         for name in wanted
     }
     clock = StepClock()
     batcher = ForwardBatcher() if model.batching else None
-    techniques = _accelerate(model, loaded, torch.device(device), dtype, tally, clock.memory, batcher)
+    techniques = _accelerate(model, loaded, torch.device(device), dtype, tally, clock.memory, batcher, team)
+    shared = None if sharing is None else sharing.share(loaded)
+    techniques += (() if shared is None else shared.techniques) + (() if text is None else text.share(loaded))
     pipeline = ModularRolePipeline(
         loaded={role: _role_pipeline(role, whole, index, parts, loaded, stand_ins) for role in ROLES if role in roles},
         cut=parts,
@@ -95,8 +132,12 @@ def load_pipeline(
         device=torch.device(device),
         clock=clock,
         batcher=batcher,
+        shared=shared,
     )
-    if model.warmup:
+
+    def warm_up(own: RolePipeline) -> None:
+        if not model.warmup:
+            return
         names = needed(tuple(role for role in ROLES if role not in roles))
         made = ghosts(folder, names, present, dtype, torch.device(device))
         before = pipeline.with_parts(
@@ -105,10 +146,17 @@ def load_pipeline(
         denoisers = sum(name.startswith("transformer") for name in loaded)
         if batcher is not None:
             batcher.profiling = True
-        rehearse(pipeline, before, model.warmup, denoisers=denoisers, tally=tally)
+        rehearse(own, before, model.warmup, denoisers=denoisers, tally=tally)
         if batcher is not None:
             batcher.profiling = False
-    return pipeline
+
+    return pipeline, warm_up
+
+
+def _sharing(team: Team, whole: Any, parts: Cut, stand_ins: Mapping[str, Any]) -> SharingPlan:
+    guided = any(hasattr(getattr(whole, name, None), "prepare_models") for name in whole.config_component_names)
+    used = [spec.name for spec in parts.executed[Role.DENOISER].expected_components]
+    return SharingPlan(team, stand_ins, used, guided=guided)
 
 
 def _accelerate(
@@ -119,6 +167,7 @@ def _accelerate(
     tally: Tally,
     memory: StepMemory | None = None,
     batcher: ForwardBatcher | None = None,
+    team: Team | None = None,
 ) -> tuple[str, ...]:
     """Make the loaded models faster as the profile allows; what is on, for the log and the fingerprint."""
     techniques = accelerate(
@@ -134,6 +183,7 @@ def _accelerate(
         memory=memory,
         tally=tally,
         cache_dir=model.cache_dir or default_folder(),
+        agree=str if team is None else team.agree,
     )
     for technique in techniques:
         logger.info("%s: %s (%s)", technique.name, "on" if technique.on else "off", technique.why)

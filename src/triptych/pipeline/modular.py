@@ -11,6 +11,7 @@ import torch
 
 from triptych.accel.attention import backends
 from triptych.accel.batching import ForwardBatcher
+from triptych.accel.parallel.denoiser import SharedDenoiser
 from triptych.accel.wan_vae import installed
 from triptych.errors import StageError, WireError
 from triptych.ids import Role
@@ -52,6 +53,7 @@ class ModularRolePipeline:
         device: torch.device,
         clock: StepClock | None = None,
         batcher: ForwardBatcher | None = None,
+        shared: SharedDenoiser | None = None,
     ) -> None:
         self._loaded = loaded
         self._cut = cut
@@ -61,6 +63,7 @@ class ModularRolePipeline:
         self._device = device
         self._clock = clock or StepClock()
         self._batcher = batcher
+        self._shared = shared
         if family.exact_timestep and Role.DENOISER in loaded:
             for name, component in loaded[Role.DENOISER].pipeline.components.items():
                 if isinstance(component, torch.nn.Module) and name.startswith("transformer"):
@@ -166,6 +169,8 @@ class ModularRolePipeline:
             return _WholeStage(self, role, view, _state(first, {}), params)
         state = self._received(role, inputs)
         if role is Role.DENOISER:
+            if self._shared is not None:
+                _share_guiders(view, self._shared)
             return _DenoiseStage(self, SteppedBlock(view, loaded.blocks, state, self._clock))
         return _DecodeStage(self, role, view, state, params, streams=self._family.streams)
 
@@ -222,6 +227,13 @@ def request_view(pipeline: Any, family: Family, params: Mapping[str, Any], *, en
         elif hasattr(component, "prepare_models"):
             setattr(view, name, component.new(**guider_settings(family, params, name, encoder=encoder)))
     return view
+
+
+def _share_guiders(view: Any, shared: SharedDenoiser) -> None:
+    """Have the guiders of a request's view spread their branches over the ranks."""
+    for name, component in view.components.items():
+        if hasattr(component, "prepare_models"):
+            setattr(view, name, shared.guider(component))
 
 
 class _WholeStage:

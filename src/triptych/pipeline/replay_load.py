@@ -9,8 +9,9 @@ from typing import Any
 
 import torch
 
+from triptych.accel.parallel.team import Team
 from triptych.config import ModelConfig
-from triptych.errors import ModelError
+from triptych.errors import ConfigError, ModelError
 from triptych.ids import ROLES, Role
 from triptych.pipeline.anatomy import Anatomy, anatomy_of
 from triptych.pipeline.answers import OutputClasses
@@ -20,6 +21,7 @@ from triptych.pipeline.replay_schema import build_replay_schema
 from triptych.pipeline.request import with_defaults
 from triptych.pipeline.schema import read_settings
 from triptych.pipeline.shadows import placed
+from triptych.pipeline.sharing import SharingPlan
 from triptych.pipeline.source import index_components, resolve_source
 from triptych.pipeline.standin import component_class, without_weights
 from triptych.pipeline.weights import load_component
@@ -29,9 +31,14 @@ Accelerate = Callable[[ModelConfig, Mapping[str, Any], torch.device, torch.dtype
 
 
 def load_replay(
-    model: ModelConfig, index: dict[str, Any], roles: tuple[Role, ...], device: str, accelerate: Accelerate
+    model: ModelConfig,
+    index: dict[str, Any],
+    roles: tuple[Role, ...],
+    device: str,
+    accelerate: Accelerate,
+    team: Team | None = None,
 ) -> ReplayRolePipeline:
-    """The classic pipeline that ``index`` names, with the weights of ``roles`` on ``device``.
+    """The classic pipeline that ``index`` names, with the weights of ``roles`` on ``device``, shared by ``team``.
 
     Raises `ModelError` for a class that cannot be split, with the reason, or a component that cannot be loaded.
     """
@@ -47,11 +54,17 @@ def load_replay(
     stand_ins: dict[str, Any] = {
         name: _stand_in(folder, name, entry, classes[name], dtype, where) for name, entry in present.items()
     }
+    if team is not None and team.wish.encoder_tp > 1:
+        raise ConfigError(f"encoder-tp={team.size}: {kind.__name__} is split by replay, whose encoder is on one GPU")
+    # Its guidance is one forward of a doubled batch, so branches are not apart.
+    sharing = None if team is None else SharingPlan(team, stand_ins, sorted(anatomy.denoisers), guided=False)
     loaded = {
         name: _as_stock(load_component(folder, name, present[name], model.components.get(name), dtype, where))
         for name in sorted(wanted)
     }
     techniques = accelerate(model, loaded, where, dtype)
+    if sharing is not None:
+        techniques += sharing.share(loaded).techniques
     pipelines = {
         role: _built(kind, index, stand_ins | {name: loaded[name] for name in names}, where)
         for role, names in owned.items()

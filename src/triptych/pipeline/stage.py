@@ -131,6 +131,11 @@ class RolePipeline(Protocol):
         """Equal fingerprints compute equal bytes."""
         ...
 
+    @property
+    def attention(self) -> dict[str, str]:
+        """Each loaded denoiser model whose attention is dispatched, and the backend that it runs on."""
+        ...
+
     def start(
         self,
         role: Role,

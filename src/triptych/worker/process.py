@@ -31,6 +31,8 @@ from triptych.worker.jobs import Identity, Loaded, ThreadDied
 from triptych.worker.lifecycle import exit_by, exit_now, instance_id, new_epoch, on_stop_signals
 from triptych.worker.logs import configure_logging
 from triptych.worker.metrics import InstanceMetrics, serve_metrics
+from triptych.worker.ranks.leader import Leader
+from triptych.worker.ranks.lockstep import load_in_lockstep
 from triptych.worker.threads import Mailbox
 
 log = logging.getLogger(__name__)
@@ -68,6 +70,7 @@ def run_instance(config: InstanceConfig) -> int:
         control.close()
         raise
     tally = Tally()
+    leader = Leader(config, identity.instance, mailbox.post) if config.ranks > 1 else None
     metrics = InstanceMetrics(identity=identity, config=config, figures=lambda: plane.figures, tally=tally)
     try:
         exporter = serve_metrics(metrics, config)
@@ -77,7 +80,7 @@ def run_instance(config: InstanceConfig) -> int:
         raise
 
     def load() -> RolePipeline:
-        pipeline = load_pipeline(config.model, config.roles, config.torch_device, tally)
+        pipeline = _load(config, tally, leader)
         metrics.attention(pipeline.attention)
         return pipeline
 
@@ -109,7 +112,13 @@ def run_instance(config: InstanceConfig) -> int:
         log.critical("the control thread died", exc_info=True)
     if exporter is not None:
         exporter.close()
-    _leave(code, mailbox, loop, control, crew, plane)
+    _leave(code, mailbox, loop, control, crew, plane, leader)
+
+
+def _load(config: InstanceConfig, tally: Tally, leader: Leader | None) -> RolePipeline:
+    if leader is None:
+        return load_pipeline(config.model, config.roles, config.torch_device, tally)
+    return load_in_lockstep(config, leader, tally)
 
 
 def _await_model(mailbox: Mailbox) -> Loaded | int:
@@ -184,6 +193,7 @@ def _leave(
     control: InstanceControl,
     crew: Crew,
     plane: DataPlane,
+    leader: Leader | None,
 ) -> NoReturn:
     """Say goodbye, end the threads, give the memory back, and end the process; all of it within a bound."""
     guard = exit_by(_LEAVE_SECONDS, code)
@@ -193,6 +203,8 @@ def _leave(
         loop.abandon()
     crew.close(_JOIN_SECONDS)
     plane.close()
+    if leader is not None:
+        leader.close()
     guard.cancel()
     log.info("ended with exit code %d", code)
     # The interpreter takes seconds to take the model libraries down, in which whoever restarts us waits; and native

@@ -1,0 +1,62 @@
+"""A denoiser on the ranks of a team: before each forward, the layout that fits the step."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from torch import nn
+
+from triptych.accel.parallel.degrees import Degrees, Layout
+from triptych.accel.parallel.guidance import BranchSharing
+from triptych.accel.parallel.ring import use_ring_attention
+from triptych.accel.parallel.sequence import TokenSharing, context
+from triptych.accel.parallel.team import Team
+from triptych.accel.parallel.tensor import shard
+
+
+class SharedDenoiser:
+    """Makes the models of a loaded denoiser compute their rank's share. To be built by all ranks at the same time."""
+
+    def __init__(self, team: Team, degrees: Degrees, models: Mapping[str, nn.Module]) -> None:
+        guided = team.mesh(degrees.guided, degrees.tp)
+        self._degrees = degrees
+        self._branches = BranchSharing(guided) if degrees.guided.cfg > 1 else None
+        self._guided = None if degrees.guided.sp == 1 else context(guided, degrees.guided, team.device)
+        self._plain = self._guided
+        if degrees.plain.sp != degrees.guided.sp:
+            self._plain = context(team.mesh(degrees.plain, degrees.tp), degrees.plain, team.device)
+        for model in models.values():
+            if degrees.tp > 1:
+                shard(model, guided["tp"])
+            if max(degrees.guided.ring, degrees.plain.ring) > 1:
+                use_ring_attention(model, team.device)
+            if self._guided is not None or self._plain is not None:
+                self._install_layouts(model)
+            if self._branches is not None:
+                self._branches.install(model)
+
+    def guider(self, guider: Any) -> Any:
+        """A request's own guider, with its branches shared."""
+        return guider if self._branches is None else self._branches.share(guider)
+
+    @property
+    def techniques(self) -> tuple[str, ...]:
+        """What changes results, by rounding, for the fingerprint: nothing where only whole branches are shared."""
+        layouts: tuple[Layout, ...] = (self._degrees.guided, self._degrees.plain)
+        inexact = [f"ulysses {layout.ulysses} ring {layout.ring}" for layout in layouts if layout.sp > 1]
+        weights = [f"weights spread over {self._degrees.tp}"] if self._degrees.tp > 1 else []
+        return (*weights, *(f"tokens shared by {way}" for way in dict.fromkeys(inexact)))
+
+    def _install_layouts(self, model: nn.Module) -> None:
+        tokens = TokenSharing(model)
+        compute: Callable[..., Any] = model.forward
+
+        @functools.wraps(compute)
+        def forward(*args: Any, **kwargs: Any) -> Any:
+            in_step = self._branches is not None and self._branches.in_step
+            with tokens.using(self._guided if in_step else self._plain):
+                return compute(*args, **kwargs)
+
+        model.forward = forward

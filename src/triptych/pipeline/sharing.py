@@ -1,0 +1,78 @@
+"""Which models of a pipeline the ranks of an instance share, and what these can be shared by."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+from triptych.accel.parallel.degrees import Degrees, Traits, resolve
+from triptych.accel.parallel.denoiser import SharedDenoiser
+from triptych.accel.parallel.team import Team
+from triptych.accel.parallel.tensor import PLANNED
+from triptych.accel.parallel.text import PLANNED as TEXT_PLANNED
+from triptych.accel.parallel.text import shard_text
+from triptych.errors import ConfigError
+
+
+class SharingPlan:
+    """How a team will share a denoiser, known from configs alone, before any weights are read."""
+
+    def __init__(self, team: Team, components: Mapping[str, Any], used: Iterable[str], *, guided: bool) -> None:
+        """``components`` are stand-ins of the model, of which the denoiser has ``used``.
+
+        Raises `ConfigError` for a model that cannot be shared so.
+        """
+        self._team = team
+        self._models = [name for name in used if _is_denoiser(components.get(name))]
+        if not self._models:
+            raise ConfigError(f"num-gpus={team.size}: this pipeline has no transformer that GPUs could share")
+        self.degrees: Degrees = resolve(
+            team.wish, team.size, _traits([components[name] for name in self._models], guided=guided)
+        )
+
+    def share(self, loaded: Mapping[str, Any]) -> SharedDenoiser:
+        """Have the loaded models compute this rank's share. All ranks do this at the same time."""
+        return SharedDenoiser(self._team, self.degrees, {name: loaded[name] for name in self._models})
+
+
+class TextSharing:
+    """How a team will spread the weights of text encoders, known before any are read."""
+
+    def __init__(self, team: Team, present: Mapping[str, tuple[str, str]], components: Mapping[str, Any]) -> None:
+        """``present`` are library and class of the model's components. Raises `ConfigError` if none can be spread."""
+        self._team = team
+        self._names = [name for name, (_, kind) in present.items() if kind in TEXT_PLANNED]
+        if not self._names:
+            raise ConfigError(
+                f"encoder-tp={team.size}: there is no plan for the weights of this model's text encoders, only for "
+                + ", ".join(TEXT_PLANNED)
+            )
+        for name in self._names:
+            if (heads := components[name].config.num_heads) % team.size:
+                raise ConfigError(f"encoder-tp={team.size}: must divide the {heads} attention heads of {name}")
+
+    def share(self, loaded: Mapping[str, Any]) -> tuple[str, ...]:
+        """Keep this rank's part of the loaded encoders; what changes results by it, for the fingerprint."""
+        mesh = self._team.everyone()
+        for name in self._names:
+            shard_text(loaded[name], mesh)
+        return (f"text encoders spread over {self._team.size}",)
+
+
+def _is_denoiser(component: Any) -> bool:
+    """A model of Diffusers other than an autoencoder, or a stand-in of one."""
+    return hasattr(component, "_cp_plan") and not hasattr(component, "decode")
+
+
+def _traits(models: list[Any], *, guided: bool) -> Traits:
+    heads = [getattr(model.config, "num_attention_heads", None) for model in models]
+    numbers = [n for n in heads if isinstance(n, int)]
+    names = [str(model.config.get("_class_name")) for model in models]
+    return Traits(
+        name=names[0],
+        heads=math.gcd(*numbers) if len(numbers) == len(heads) else None,
+        guided=guided,
+        sequence_plan=all(model._cp_plan for model in models),
+        tensor_plan=all(name in PLANNED for name in names),
+    )

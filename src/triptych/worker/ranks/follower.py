@@ -1,0 +1,157 @@
+"""The process of a follower: joins the ranks of its instance, loads what all compute, and carries out rank 0's orders.
+
+It lives as long as rank 0 holds its end of the socket, and not a moment longer, whatever it is at: the process then
+ends on the spot, since it may stand in a collective that nobody will complete.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import shutil
+import signal
+import sys
+import threading
+from multiprocessing.connection import Connection
+from pathlib import Path
+from queue import SimpleQueue
+
+import torch
+
+from triptych.accel.parallel.team import Team
+from triptych.errors import Blame, TriptychError
+from triptych.pipeline.load import load_cold
+from triptych.pipeline.stage import Resumable, RolePipeline, StageRun
+from triptych.worker.lifecycle import exit_now
+from triptych.worker.logs import configure_logging
+from triptych.worker.ranks.orders import (
+    Advance,
+    Answer,
+    Begin,
+    Done,
+    Drop,
+    Failed,
+    Join,
+    Order,
+    Ready,
+    Resume,
+    Sent,
+    decode_order,
+    encode,
+)
+
+log = logging.getLogger(__name__)
+
+
+def main() -> None:
+    """Follow the rank 0 that started this process with its end of a socket pair as the one argument."""
+    # A terminal's Ctrl+C, or a service manager's signal to all, is for rank 0 to act on.
+    for number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, signal.SIG_IGN)
+    connection = Connection(int(sys.argv[1]))
+    join = decode_order(connection.recv_bytes())
+    assert isinstance(join, Join)
+    configure_logging(f"{join.who}.{join.rank}")
+    orders: SimpleQueue[Order] = SimpleQueue()
+    threading.Thread(target=_read, args=(connection, orders, join.store), name="orders", daemon=True).start()
+    try:
+        follower = _Follower(join, connection)
+    except Exception as error:
+        mendable = isinstance(error, TriptychError) and error.blame is Blame.OPERATOR
+        if not mendable:
+            log.critical("rank %d cannot start", join.rank, exc_info=True)
+        connection.send_bytes(encode(Failed(reason=_words(error), mendable=mendable)))
+        exit_now(1)
+    while True:
+        follower.carry_out(orders.get())
+
+
+def _read(connection: Connection, orders: SimpleQueue[Order], store: str) -> None:
+    """Pass orders on until rank 0 is gone."""
+    while True:
+        try:
+            orders.put(decode_order(connection.recv_bytes()))
+        except (EOFError, OSError):
+            break
+    shutil.rmtree(Path(store).parent, ignore_errors=True)  # a rank 0 that was killed could not
+    os._exit(0)
+
+
+class _Follower:
+    """One rank with its model and its runs."""
+
+    def __init__(self, join: Join, connection: Connection) -> None:
+        torch.set_grad_enabled(False)
+        self._connection = connection
+        self._device = torch.device(join.device)
+        self._team = Team.join(
+            join.rank,
+            join.size,
+            self._device,
+            wish=join.parallel,
+            store=Path(join.store),
+            seconds=join.seconds,
+        )
+        pipeline, _ = load_cold(join.model, join.roles, join.device, team=self._team)
+        self._pipeline: RolePipeline = pipeline
+        self._runs: dict[int, StageRun] = {}
+        self._answer(Ready(fingerprint=self._pipeline.fingerprint))
+
+    def carry_out(self, order: Order) -> None:
+        """Do what rank 0 does, and say how it went."""
+        if isinstance(order, Drop):
+            if (run := self._runs.pop(order.run, None)) is not None:
+                run.cancel()
+            return
+        try:
+            ended = self._do(order)
+        except Exception as error:
+            if not isinstance(error, TriptychError) or error.__cause__ is not None:
+                log.error("rank %d failed", self._team.rank, exc_info=error)
+            self._settle()
+            self._answer(Failed(reason=_words(error)))
+        else:
+            self._answer(Done(ended=ended))
+
+    def _do(self, order: Order) -> bool:
+        match order:
+            case Begin():
+                inputs = [(sent.tree, self._received(sent)) for sent in order.inputs]
+                self._runs[order.run] = self._pipeline.start(order.role, order.params, inputs, order.images)
+            case Resume():
+                run = self._runs[order.run]
+                tensors = self._received(order.saved)
+                assert isinstance(run, Resumable)
+                run.restore(order.saved.tree, tensors)
+            case Advance():
+                if self._runs[order.run].advance() is not None:
+                    del self._runs[order.run]
+                    return True
+            case Join() | Drop():
+                raise AssertionError(f"{order!r} now")
+        return False
+
+    def _received(self, sent: Sent) -> list[torch.Tensor]:
+        tensors = [torch.empty(t.shape, dtype=getattr(torch, t.dtype), device=self._device) for t in sent.tensors]
+        for tensor in tensors:
+            self._team.broadcast(tensor)
+        return tensors
+
+    def _settle(self) -> None:
+        """Wait until nothing of a failed order is left on the device; for ever, where a collective is left alone."""
+        if self._device.type == "cuda":
+            torch.cuda.synchronize(self._device)
+
+    def _answer(self, answer: Answer) -> None:
+        try:
+            self._connection.send_bytes(encode(answer))
+        except OSError:  # rank 0 is gone
+            os._exit(0)
+
+
+def _words(error: Exception) -> str:
+    return error.message if isinstance(error, TriptychError) else f"{type(error).__name__}: {error}"
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,218 @@
+"""Rank 0's side: starts the followers, gives them orders, and hears how these went and when one of them dies.
+
+A request's own failure is one that all ranks have in the same order: it fails that request and nothing else. Anything
+else leaves the ranks apart, some of them perhaps in a collective that nobody will complete. Then the instance is lost:
+its process ends, whoever supervises it starts it again, and its work is given out anew.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import os
+import shutil
+import socket
+import subprocess
+import sys
+import tempfile
+import threading
+from collections.abc import Callable, Sequence
+from multiprocessing.connection import Connection
+from pathlib import Path
+from queue import Empty, SimpleQueue
+from typing import Final
+
+import torch
+
+from triptych.accel.parallel.team import Team
+from triptych.config import InstanceConfig
+from triptych.worker.jobs import Post, ThreadDied
+from triptych.worker.ranks.orders import Answer, Done, Failed, Join, Order, Ready, Sent, Shape, decode_answer, encode
+
+log = logging.getLogger(__name__)
+
+COLLECTIVE_SECONDS: Final = 300.0
+"""Bound of every collective, and of the wait for a follower's answer. Ranks may compile for minutes, one after all."""
+LOAD_SECONDS: Final = 1800.0
+"""How much longer than rank 0 a follower may take to load."""
+GRACE_SECONDS: Final = 10.0
+"""Once one rank has failed, how long the others have to fail of the same."""
+_END_SECONDS: Final = 1.0
+
+
+class RanksApart(BaseException):
+    """The ranks are not in the same place any more. No `Exception`, for it must not pass for one request's failure."""
+
+
+class Leader:
+    """Rank 0 and its followers. Started and closed by the main thread, used from the compute thread."""
+
+    def __init__(self, config: InstanceConfig, who: str, post: Callable[[Post], None]) -> None:
+        """Start the followers, which begin to load. One that dies, or is apart, is posted as `ThreadDied`."""
+        self._config = config
+        self._post = post
+        self._folder = Path(tempfile.mkdtemp(prefix="triptych-ranks-"))
+        self._team: Team | None = None
+        self._loaded = self._closing = False
+        self._given = self._settled = 0
+        """Orders given, and those that are known to have gone the same everywhere."""
+        self.followers = [_Follower(rank) for rank in range(1, config.ranks)]
+        for follower in self.followers:
+            follower.tell(
+                Join(
+                    who=who,
+                    rank=follower.rank,
+                    size=config.ranks,
+                    device=config.device_of(follower.rank),
+                    model=config.model,
+                    roles=config.shared_roles,
+                    parallel=config.parallel,
+                    store=str(self._store),
+                    seconds=COLLECTIVE_SECONDS,
+                )
+            )
+            threading.Thread(target=self._hear, args=(follower,), name=f"rank-{follower.rank}", daemon=True).start()
+
+    def join(self) -> Team:
+        """Meet the followers, all of whom load at the same time. Called once, by the compute thread."""
+        self._team = Team.join(
+            0,
+            self._config.ranks,
+            torch.device(self._config.torch_device),
+            wish=self._config.parallel,
+            store=self._store,
+            seconds=COLLECTIVE_SECONDS,
+        )
+        return self._team
+
+    def await_ready(self) -> None:
+        """Wait until every follower has loaded, once rank 0 has. Raises `RanksApart`."""
+        for follower in self.followers:
+            answer = follower.answer(LOAD_SECONDS)
+            if not isinstance(answer, Ready):
+                raise RanksApart(f"rank {follower.rank} did not load")
+        self._loaded = True
+
+    def tell(self, order: Order, tensors: Sequence[torch.Tensor] = ()) -> None:
+        """Give every follower an order, and all ranks the tensors that belong to it."""
+        self._given += 1
+        for follower in self.followers:
+            follower.tell(order)
+        for tensor in tensors:
+            assert self._team is not None
+            self._team.broadcast(tensor.to(self._team.device).contiguous())
+
+    def settle(self, own: Exception | None = None, *, ended: bool = False) -> None:
+        """Hear from every follower how the last order went, which here failed of ``own`` or ``ended`` its run.
+
+        Raises `RanksApart` unless it went the same everywhere.
+        """
+        if own is not None:
+            self._expect_settled(f"rank 0 alone failed: {own}")
+            assert self._team is not None
+            if self._team.device.type == "cuda":
+                torch.cuda.synchronize(self._team.device)
+        for follower in self.followers:
+            match follower.answer(COLLECTIVE_SECONDS if own is None else GRACE_SECONDS):
+                case Failed(reason=reason) if own is None:
+                    raise RanksApart(f"rank {follower.rank} alone failed: {reason}")
+                case Failed():
+                    pass
+                case Done(ended=its) if own is None and its == ended:
+                    pass
+                case answer:
+                    raise RanksApart(f"rank {follower.rank} answers {answer!r} where rank 0 has {own or ended!r}")
+        self._settled = self._given
+
+    def close(self) -> None:
+        """End the followers, whatever they are at."""
+        self._closing = True
+        for follower in self.followers:
+            follower.end()
+        shutil.rmtree(self._folder, ignore_errors=True)
+
+    @property
+    def _store(self) -> Path:
+        return self._folder / "store"
+
+    def _hear(self, follower: _Follower) -> None:
+        """Pass a follower's answers on. In a thread of its own, for the compute thread may stand in a collective."""
+        while (answer := follower.hear()) is not None:
+            if isinstance(answer, Failed):
+                reason = f"rank {follower.rank} failed: {answer.reason}"
+                if self._loaded:
+                    self._expect_settled(reason)
+                else:
+                    self._lost(follower.rank, answer.reason, mendable=answer.mendable)
+        if not self._closing:
+            self._lost(follower.rank, f"its process ended ({follower.process.wait()})")
+
+    def _expect_settled(self, reason: str) -> None:
+        """Give the instance up unless the present order has gone the same everywhere within the grace."""
+        number = self._given
+
+        def check() -> None:
+            if self._settled < number and not self._closing:
+                self._post(ThreadDied(thread="compute", reason=reason))
+
+        timer = threading.Timer(GRACE_SECONDS, check)
+        timer.daemon = True
+        timer.start()
+
+    def _lost(self, rank: int, reason: str, *, mendable: bool = False) -> None:
+        log.critical("rank %d is lost: %s", rank, reason)
+        self._post(ThreadDied(thread=f"rank {rank}", reason=reason, mendable=mendable))
+
+
+class _Follower:
+    """A follower's process, and what it has answered."""
+
+    def __init__(self, rank: int) -> None:
+        self.rank = rank
+        self._answers: SimpleQueue[Answer | None] = SimpleQueue()
+        self._mine, its = socket.socketpair()
+        self._connection = Connection(os.dup(self._mine.fileno()))
+        with its:
+            self.process = subprocess.Popen(
+                [sys.executable, "-m", "triptych.worker.ranks.follower", str(its.fileno())],
+                stdin=subprocess.DEVNULL,
+                pass_fds=(its.fileno(),),
+            )
+
+    def tell(self, order: Order) -> None:
+        """Send an order; nothing happens where the process is gone, which `hear` will say."""
+        with contextlib.suppress(OSError):
+            self._connection.send_bytes(encode(order))
+
+    def hear(self) -> Answer | None:
+        """The next answer, which is also kept for `answer`; None once the process is gone."""
+        try:
+            answer = decode_answer(self._connection.recv_bytes())
+        except (EOFError, OSError):
+            answer = None
+        self._answers.put(answer)
+        return answer
+
+    def answer(self, seconds: float) -> Answer | None:
+        """The next answer that was heard; None after that time and when the process is gone."""
+        try:
+            return self._answers.get(timeout=seconds)
+        except Empty:
+            return None
+
+    def end(self) -> None:
+        """End the process by hanging up, or by force."""
+        with contextlib.suppress(OSError):
+            self._mine.shutdown(socket.SHUT_RDWR)
+        self._mine.close()
+        try:
+            self.process.wait(_END_SECONDS)
+        except subprocess.TimeoutExpired:
+            self.process.kill()
+            self.process.wait()
+
+
+def sent(tree: bytes, tensors: Sequence[torch.Tensor]) -> Sent:
+    """What an order says of a value tree whose tensors are broadcast after it."""
+    shapes = tuple(Shape(shape=tuple(t.shape), dtype=str(t.dtype).removeprefix("torch.")) for t in tensors)
+    return Sent(tree=tree, tensors=shapes)

@@ -1,0 +1,140 @@
+"""A pipeline that runs on several ranks in lock-step, to the compute thread a pipeline like any other.
+
+Each call on a run of a shared role is given to the followers as an order, carried out here as well, and settled: it has
+gone the same everywhere before the next one. Other roles run on rank 0 alone. So are checkpoints taken, because between
+two steps every rank has the same state.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+
+from triptych.accel.tally import Tally
+from triptych.config import InstanceConfig
+from triptych.ids import Role
+from triptych.pipeline.checkpoint import Frozen
+from triptych.pipeline.load import load_cold
+from triptych.pipeline.stage import Resumable, RolePipeline, StageResult, StageRun
+from triptych.wire.schema import RequestSchema
+from triptych.worker.ranks.leader import Leader, sent
+from triptych.worker.ranks.orders import Advance, Begin, Drop, Resume
+
+
+def load_in_lockstep(config: InstanceConfig, leader: Leader, tally: Tally) -> RolePipeline:
+    """Load on all ranks and warm up; ``tally`` counts what happens on this one.
+
+    Raises what loading raises, and `RanksApart`.
+    """
+    pipeline, warm_up = load_cold(config.model, config.roles, config.torch_device, tally, leader.join())
+    leader.await_ready()
+    shared = LockstepPipeline(pipeline, leader, config.shared_roles)
+    warm_up(shared)
+    return shared
+
+
+class LockstepPipeline:
+    """`RolePipeline` of rank 0, whose followers take part in the stages of some roles."""
+
+    def __init__(self, own: RolePipeline, leader: Leader, shared: tuple[Role, ...] = (Role.DENOISER,)) -> None:
+        self._own = own
+        self._leader = leader
+        self._shared = shared
+        self._numbers = itertools.count()
+
+    @property
+    def roles(self) -> tuple[Role, ...]:
+        """Loaded roles in the order in which a request passes them."""
+        return self._own.roles
+
+    @property
+    def schema(self) -> RequestSchema:
+        """What requests may say."""
+        return self._own.schema
+
+    @property
+    def fingerprint(self) -> str:
+        """Equal fingerprints compute equal bytes."""
+        return self._own.fingerprint
+
+    @property
+    def attention(self) -> dict[str, str]:
+        """The attention of rank 0, which is that of all."""
+        return self._own.attention
+
+    def start(
+        self,
+        role: Role,
+        params: Mapping[str, Any],
+        inputs: Sequence[tuple[bytes, Sequence[torch.Tensor]]],
+        images: Sequence[bytes],
+    ) -> StageRun:
+        """Begin a stage; see `RolePipeline.start`. What is refused here is never heard of by the followers."""
+        run = self._own.start(role, params, inputs, images)
+        if role not in self._shared:
+            return run
+        number = next(self._numbers)
+        self._leader.tell(
+            Begin(
+                run=number,
+                role=role,
+                params=dict(params),
+                inputs=tuple(sent(*one) for one in inputs),
+                images=tuple(images),
+            ),
+            [tensor for _, tensors in inputs for tensor in tensors],
+        )
+        self._leader.settle()
+        return (_ResumableRun if isinstance(run, Resumable) else _LockstepRun)(number, run, self._leader)
+
+
+class _LockstepRun:
+    """A stage on all ranks."""
+
+    def __init__(self, number: int, own: StageRun, leader: Leader) -> None:
+        self._number = number
+        self._own = own
+        self._leader = leader
+        self._over = False
+
+    @property
+    def step(self) -> int:
+        return self._own.step
+
+    @property
+    def steps(self) -> int:
+        return self._own.steps
+
+    def advance(self) -> StageResult | None:
+        self._leader.tell(Advance(run=self._number))
+        try:
+            result = self._own.advance()
+        except Exception as error:
+            self._leader.settle(error)
+            raise
+        self._over = result is not None
+        self._leader.settle(ended=self._over)
+        return result
+
+    def cancel(self) -> None:
+        self._own.cancel()
+        if not self._over:
+            self._over = True
+            self._leader.tell(Drop(run=self._number))
+
+
+class _ResumableRun(_LockstepRun):
+    """One that can be saved and continued."""
+
+    def checkpoint(self) -> Frozen | None:
+        assert isinstance(self._own, Resumable)
+        return self._own.checkpoint()
+
+    def restore(self, tree: bytes, tensors: Sequence[torch.Tensor]) -> None:
+        assert isinstance(self._own, Resumable)
+        self._own.restore(tree, tensors)
+        self._leader.tell(Resume(run=self._number, saved=sent(tree, tensors)), tensors)
+        self._leader.settle()

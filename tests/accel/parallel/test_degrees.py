@@ -1,0 +1,64 @@
+"""How ranks share a model's steps, and what is refused with which reason."""
+
+from __future__ import annotations
+
+import pytest
+
+from triptych.accel.parallel.degrees import Degrees, Layout, Traits, resolve
+from triptych.errors import ConfigError
+from triptych.parallelism import Parallelism
+
+WAN = Traits(name="WanTransformer3DModel", heads=12, guided=True, sequence_plan=True, tensor_plan=True)
+FLUX = Traits(name="FluxTransformer2DModel", heads=24, guided=False, sequence_plan=True)
+PLANLESS = Traits(name="Planless", heads=12, guided=True, sequence_plan=False)
+
+
+def same(layout: Layout) -> Degrees:
+    return Degrees(guided=layout, plain=layout)
+
+
+@pytest.mark.parametrize(
+    ("traits", "ranks", "wish", "expected"),
+    [
+        (WAN, 2, Parallelism(), Degrees(guided=Layout(cfg=2), plain=Layout(ulysses=2))),
+        (WAN, 4, Parallelism(), Degrees(guided=Layout(cfg=2, ulysses=2), plain=Layout(ulysses=4))),
+        (WAN, 3, Parallelism(), same(Layout(ulysses=3))),
+        (WAN, 8, Parallelism(), Degrees(guided=Layout(cfg=2, ulysses=4), plain=Layout(ulysses=4))),
+        (WAN, 2, Parallelism(cfg=1), same(Layout(ulysses=2))),
+        (WAN, 2, Parallelism(sp=2), same(Layout(ulysses=2))),
+        (WAN, 2, Parallelism(ulysses=2), same(Layout(ulysses=2))),
+        (WAN, 4, Parallelism(ring=2), Degrees(guided=Layout(cfg=2, ring=2), plain=Layout(ring=2, ulysses=2))),
+        (WAN, 4, Parallelism(cfg=1, ring=2), same(Layout(ring=2, ulysses=2))),
+        (FLUX, 2, Parallelism(), same(Layout(ulysses=2))),
+        (PLANLESS, 2, Parallelism(), Degrees(guided=Layout(cfg=2), plain=Layout())),
+        (WAN, 1, Parallelism(), same(Layout())),
+        (WAN, 2, Parallelism(tp=2), Degrees(guided=Layout(), plain=Layout(), tp=2)),
+        (WAN, 4, Parallelism(tp=2), Degrees(guided=Layout(cfg=2), plain=Layout(ulysses=2), tp=2)),
+    ],
+)
+def test_ranks_share_branches_first_and_then_tokens(
+    traits: Traits, ranks: int, wish: Parallelism, expected: Degrees
+) -> None:
+    assert resolve(wish, ranks, traits) == expected
+
+
+@pytest.mark.parametrize(
+    ("traits", "ranks", "wish", "reason"),
+    [
+        (FLUX, 2, Parallelism(cfg=2), "need guidance with a forward for each branch"),
+        (PLANLESS, 4, Parallelism(), "no plan in Diffusers"),
+        (PLANLESS, 2, Parallelism(ulysses=2), "no plan in Diffusers"),
+        (WAN, 5, Parallelism(), "must divide the 12 attention heads"),
+        (WAN, 16, Parallelism(cfg=2), "must divide the 12 attention heads"),
+        (Traits(name="X", heads=None, guided=False, sequence_plan=True), 2, Parallelism(), "how many heads"),
+        (WAN, 4, Parallelism(cfg=2, sp=4), "must equal it"),
+        (WAN, 3, Parallelism(cfg=2), "must divide it"),
+        (FLUX, 2, Parallelism(tp=2), "no plan for how to spread the weights of Flux"),
+        (WAN, 5, Parallelism(tp=5), "must divide the 12 attention heads"),
+        (WAN, 24, Parallelism(tp=4, sp=6), "must divide the 3 attention heads"),
+        (WAN, 12, Parallelism(sp=12, ulysses=3, ring=2), "denoiser-ulysses x denoiser-ring = 3 x 2"),
+    ],
+)
+def test_what_cannot_be_is_refused_with_the_reason(traits: Traits, ranks: int, wish: Parallelism, reason: str) -> None:
+    with pytest.raises(ConfigError, match=reason):
+        resolve(wish, ranks, traits)

@@ -1,0 +1,49 @@
+"""Weights spread over two ranks: each holds half of them, and the result is that of one process up to rounding."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+import torch
+from torch import nn
+from torch.distributed.tensor import DTensor
+
+from tests.pipeline.harness import finish
+from tests.worker.ranks.pair import SMALL, Pair
+from triptych.ids import Role
+from triptych.parallelism import Parallelism
+
+
+@pytest.fixture(scope="module")
+def pair() -> Iterator[Pair]:
+    pair = Pair(Parallelism(tp=2, encoder_tp=2))
+    yield pair
+    pair.close()
+
+
+def held(part: nn.Module) -> int:
+    """Numbers of a module that lie in this process."""
+    return sum((p.to_local() if isinstance(p, DTensor) else p).numel() for p in part.parameters())
+
+
+def test_half_of_a_denoisers_weights_on_each_of_two_ranks(pair: Pair) -> None:
+    alone, shared = pair.both(num_inference_steps=3)
+    torch.testing.assert_close(alone, shared, rtol=1e-4, atol=1e-5)
+    whole, mine = (held(p.component(Role.DENOISER, "transformer").blocks) for p in (pair.alone, pair.rank0))
+    assert mine < 0.52 * whole
+    assert "weights spread over 2" in pair.shared.fingerprint
+
+
+def test_half_of_a_text_encoders_weights_on_each_of_two_ranks(pair: Pair) -> None:
+    for prompt in ("a red circle on a blue background", "a blue square"):
+        alone, shared = (
+            finish(pipeline.start(Role.ENCODER, {**SMALL, "prompt": prompt}, [], ()))
+            for pipeline in (pair.alone, pair.shared)
+        )
+        ours, theirs = ([t for output in result.outputs for t in output.tensors] for result in (alone, shared))
+        assert len(ours) == len(theirs) > 1
+        for one, other in zip(ours, theirs, strict=True):
+            torch.testing.assert_close(one, other, rtol=1e-4, atol=1e-5)
+    whole, mine = (held(p.component(Role.ENCODER, "text_encoder").encoder.block) for p in (pair.alone, pair.rank0))
+    assert mine < 0.52 * whole

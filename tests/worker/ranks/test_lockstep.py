@@ -1,0 +1,133 @@
+"""Two ranks on the CPU: the same bytes as one, whatever happens to requests, and no wait for a rank that is gone."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+
+from tests.pipeline.harness import finish, latents, post
+from tests.worker.ranks.pair import Pair
+from triptych.errors import StageError
+from triptych.ids import Role
+from triptych.parallelism import Parallelism
+from triptych.pipeline.stage import Resumable
+from triptych.worker.ranks import leader as leader_module
+from triptych.worker.ranks.leader import RanksApart
+from triptych.worker.ranks.orders import Advance
+
+
+@pytest.fixture(scope="module")
+def pair() -> Iterator[Pair]:
+    pair = Pair(Parallelism())
+    yield pair
+    pair.close()
+
+
+def test_guidance_on_two_ranks_is_bit_identical_and_each_computes_half(pair: Pair) -> None:
+    pair.both(num_inference_steps=1)  # the shape of an answer is not known before
+    pair.forwards = 0
+    alone, shared = pair.both(num_inference_steps=4)
+    assert torch.equal(alone, shared)
+    assert pair.forwards == 4
+    assert pair.tokens == 32
+
+
+def test_without_guidance_the_ranks_share_the_tokens(pair: Pair) -> None:
+    pair.forwards = 0
+    alone, shared = pair.both(num_inference_steps=3, guidance_scale=1.0)
+    assert (pair.forwards, pair.tokens) == (3, 16)
+    torch.testing.assert_close(alone, shared, rtol=1e-4, atol=1e-5)
+
+
+def test_tokens_that_do_not_divide_are_shared_unevenly(pair: Pair) -> None:
+    alone, shared = pair.both(num_inference_steps=2, guidance_scale=1.0, height=48, width=48, num_frames=1)
+    assert pair.tokens == 5  # of 9
+    torch.testing.assert_close(alone, shared, rtol=1e-4, atol=1e-5)
+
+
+def test_requests_interleave_and_one_is_cancelled_on_all_ranks(pair: Pair) -> None:
+    whole, inbox = pair.encoded(num_inference_steps=4)
+    other, other_inbox = pair.encoded(num_inference_steps=9, guidance_scale=1.0, seed=1)
+    expected, _ = pair.both(num_inference_steps=4)
+    run = pair.shared.start(Role.DENOISER, whole, inbox[Role.DENOISER], [])
+    cancelled = pair.shared.start(Role.DENOISER, other, other_inbox[Role.DENOISER], [])
+    for _ in range(2):
+        assert run.advance() is None
+        assert cancelled.advance() is None
+    cancelled.cancel()
+    cancelled.cancel()
+    post(finish(run), inbox)
+    assert torch.equal(latents(inbox), expected)
+
+
+@pytest.mark.parametrize("scale", [5.0, 1.0])
+def test_a_checkpoint_of_one_process_is_continued_by_two_and_back(pair: Pair, scale: float) -> None:
+    whole, inbox = pair.encoded(num_inference_steps=5, guidance_scale=scale)
+    expected, _ = pair.both(num_inference_steps=5, guidance_scale=scale)
+    legs: list[tuple[Any, int]] = [(pair.alone, 2), (pair.shared, 2), (pair.alone, 1)]
+    frozen: Any = None
+    result = None
+    for pipeline, steps in legs:
+        run = pipeline.start(Role.DENOISER, whole, inbox[Role.DENOISER], [])
+        assert isinstance(run, Resumable)
+        if frozen is not None:
+            run.restore(*frozen)
+        for _ in range(steps):
+            result = run.advance()
+        frozen = run.checkpoint()
+        run.cancel()
+    assert result is not None
+    post(result, inbox)
+    torch.testing.assert_close(latents(inbox), expected, rtol=1e-4, atol=1e-5)
+    if scale != 1.0:
+        assert torch.equal(latents(inbox), expected)
+
+
+def test_a_request_that_fails_on_every_rank_fails_alone(pair: Pair) -> None:
+    whole, inbox = pair.encoded(num_inference_steps=2)
+    tree, tensors = inbox[Role.DENOISER][0]
+    narrow = [t[..., :5] if t.is_floating_point() and t.ndim == 3 else t for t in tensors]
+    run = pair.shared.start(Role.DENOISER, whole, [(tree, narrow)], [])
+    with pytest.raises(StageError, match="denoiser failed"):
+        finish(run)
+    run.cancel()
+    alone, shared = pair.both(num_inference_steps=2)
+    assert torch.equal(alone, shared)
+    assert pair.posts.empty()
+
+
+def _fails_alone(pair: Pair) -> None:
+    """An order that rank 1 cannot carry out, and rank 0 does not."""
+    pair.leader.tell(Advance(run=10**6))
+
+
+def test_a_rank_that_fails_alone_ends_the_run_of_all(pair: Pair) -> None:
+    _fails_alone(pair)
+    with pytest.raises(RanksApart, match="rank 1 alone failed"):
+        pair.leader.settle()
+
+
+def test_a_rank_that_fails_while_another_waits_for_it_is_heard_of(pair: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(leader_module, "GRACE_SECONDS", 0.1)
+    _fails_alone(pair)  # and nobody settles, as if rank 0 stood in a collective
+    lost = pair.lost()
+    assert (lost.thread, lost.mendable) == ("compute", False)
+    assert "rank 1 failed" in lost.reason
+    with pytest.raises(RanksApart):
+        pair.leader.settle()
+
+
+def test_the_death_of_a_rank_is_noticed_within_a_step(pair: Pair) -> None:
+    whole, inbox = pair.encoded(num_inference_steps=100)
+    run = pair.shared.start(Role.DENOISER, whole, inbox[Role.DENOISER], [])
+    run.advance()
+    begun = time.monotonic()
+    pair.leader.followers[0].process.kill()
+    with pytest.raises(RanksApart):
+        finish(run)
+    assert pair.lost().thread == "rank 1"
+    assert time.monotonic() - begun < 2 * leader_module.GRACE_SECONDS
