@@ -135,7 +135,7 @@ def _inputs(pipeline: ModularRolePipeline, plan: Plan, guidance: float) -> _Inpu
         "num_inference_steps": plan.steps,
         "guidance_scale": guidance,
     }
-    state = first_state(pipeline.cut.inputs, complete(pipeline.schema, params), ())
+    state = first_state(pipeline.cut.inputs, complete(pipeline.schema, params), (), pipeline.family)
     config = pipeline.component(Role.DENOISER, "transformer").config
     if not hasattr(config, "text_dim"):
         raise ConfigError(f"{plan.model!r}: embeddings are only known for Wan's transformers")

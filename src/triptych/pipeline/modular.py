@@ -101,6 +101,11 @@ class ModularRolePipeline:
         return self._device
 
     @property
+    def family(self) -> Family:
+        """What is particular to the model's pipeline class."""
+        return self._family
+
+    @property
     def cut(self) -> Cut:
         """The parts and what crosses between them."""
         return self._cut
