@@ -11,7 +11,7 @@ from typing import Literal
 from urllib.parse import urlsplit
 
 from triptych.errors import ConfigError
-from triptych.ids import ROLES, Role
+from triptych.ids import ADAPTER_NAME, MAX_ADAPTER_SCALE, ROLES, Role
 from triptych.parallelism import Parallelism
 
 MIB = 1 << 20
@@ -28,6 +28,7 @@ DTypeName = Literal["float32", "bfloat16", "float16"]
 Task = Literal["text-to-image", "image-to-image", "inpainting", "text-to-video", "image-to-video"]
 Profile = Literal["stock", "lossless", "fast"]
 Quantisation = Literal["none", "fp8", "int8"]
+Offload = Literal["none", "model", "block", "layer"]
 TransferKind = Literal["auto", "local", "shm", "mooncake"]
 
 LOOPBACK = ("127.0.0.1", "localhost", "::1")
@@ -88,6 +89,28 @@ def parse_shape(name: str, text: str) -> Shape:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
+class Lora:
+    """A LoRA adapter that requests may name."""
+
+    name: str
+    path: str
+    """A safetensors file."""
+    scale: float = 1.0
+    """Of requests that name it without one."""
+
+    def __post_init__(self) -> None:
+        if not ADAPTER_NAME.fullmatch(self.name):
+            raise ConfigError(f"lora {self.name!r}: a name has up to 64 letters, digits, '-' and '_'")
+        if not self.path.endswith(".safetensors"):
+            raise ConfigError(f"lora {self.name}={self.path}: must be a .safetensors file")
+        if not abs(self.scale) <= MAX_ADAPTER_SCALE:
+            raise ConfigError(f"lora {self.name}: scale {self.scale}: must lie within {MAX_ADAPTER_SCALE:g} of 0")
+
+    def __str__(self) -> str:
+        return f"{self.name}={self.path}:{self.scale!r}"
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
 class ModelConfig:
     """Which model to load, and how."""
 
@@ -105,10 +128,16 @@ class ModelConfig:
     """stock: Diffusers as it is. lossless: faster kernels, the same arithmetic up to rounding. fast: FP8 besides."""
     attention_backend: str = "auto"
     """auto, or a backend by name (`triptych.accel.attention`)."""
-    quant: Quantisation = "none"
-    """Linear layers of the denoiser in FP8 or INT8; lossy."""
     defaults: dict[str, bool | int | float | str] = field(default_factory=dict[str, "bool | int | float | str"])
     """Request parameter to its value where a request does not say it, in place of the model's own (``--default``)."""
+    quant: dict[Role, Quantisation] = field(default_factory=dict[Role, Quantisation])
+    """Linear layers of a role's transformers in FP8 or INT8; lossy. Roles that are not named keep theirs."""
+    offload: dict[Role, Offload] = field(default_factory=dict[Role, Offload])
+    """What of a role's weights waits in host memory until it is computed with: whole models, blocks or layers."""
+    vae_tiling: bool = False
+    """Decode and encode large pictures in tiles; seams are blended, so pixels differ a little."""
+    vae_slicing: bool = False
+    """Decode and encode the outputs of one request one after another."""
     prompt_cache_bytes: int = 256 * MIB
     """Memory for embeddings of prompts that were seen before (``--prompt-cache``); 0: none are kept."""
     batching: bool = False
@@ -120,6 +149,11 @@ class ModelConfig:
     cache_dir: Path | None = None
     """Where compiled graphs and measurements outlive the process; None: ``triptych`` in the user's cache folder."""
 
+    previews: bool = False
+    """Let requests ask for small pictures of what is being denoised."""
+    loras: tuple[Lora, ...] = ()
+    """Adapters that requests may name, and no others."""
+
     def __post_init__(self) -> None:
         if not self.path:
             raise ConfigError("model-path='': a model folder, Hub id or embedded model name is needed")
@@ -127,6 +161,15 @@ class ModelConfig:
             raise ConfigError(f"step-cache={self.step_cache}: must be 0 (off) or a share below 1, e.g. 0.1")
         if self.batching and self.step_cache:
             raise ConfigError("batching and step-cache: requests that share a forward cannot skip parts of it apart")
+        names = [lora.name for lora in self.loras]
+        if twice := {name for name in names if names.count(name) > 1}:
+            raise ConfigError(f"lora {', '.join(sorted(twice))}: given twice")
+        if self.loras and self.profile != "stock":
+            raise ConfigError(f"lora: needs profile stock, not {self.profile!r}, whose kernels replace the layers")
+        if self.loras and self.batching:
+            raise ConfigError("lora and batching: requests that share a forward cannot have different adapters")
+        if self.offload and self.profile != "stock":
+            raise ConfigError(f"offload: needs profile stock, not {self.profile!r}, whose kernels hold the weights")
 
     @property
     def effective_dtype(self) -> DTypeName:
@@ -232,7 +275,7 @@ class InstanceConfig:
             return
         if self.model.batching or self.model.step_cache:
             raise ConfigError(f"num-gpus={self.ranks}: batching and step-cache are for denoisers of one GPU")
-        if self.parallel.tp > 1 and (self.model.profile != "stock" or self.model.quant != "none"):
+        if self.parallel.tp > 1 and (self.model.profile != "stock" or self.model.quant):
             raise ConfigError(
                 f"denoiser-tp={self.parallel.tp}: needs profile=stock and quant=none, other layers cannot be spread"
             )

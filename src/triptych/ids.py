@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import enum
+import re
 from typing import NewType
 
 
@@ -33,3 +34,9 @@ Epoch = NewType("Epoch", str)
 
 CopyId = NewType("CopyId", str)
 """Names one staged set of tensors in one instance's pool, for ever unique."""
+
+ADAPTER_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_-]{0,63}")
+"""What a LoRA adapter may be called, at launch and in requests."""
+
+MAX_ADAPTER_SCALE = 10.0
+"""Largest scale of an adapter, of either sign."""

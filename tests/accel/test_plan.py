@@ -66,7 +66,7 @@ def test_a_model_without_dispatched_attention_refuses_a_backend() -> None:
 
 def test_fp8_without_the_hardware_is_refused(transformer: WanTransformer3DModel) -> None:
     with pytest.raises(ConfigError, match="fp8"):
-        quant.quantise(transformer, "fp8", CPU)
+        quant.quantise([transformer], "fp8", CPU)
 
 
 @pytest.fixture

@@ -76,6 +76,25 @@ def test_a_stream_tells_stages_steps_and_the_end(http: httpx.Client, house: Any)
     assert [name for name, _ in told].count("done") == 1
 
 
+def test_a_preview_comes_once_as_a_data_url(http: httpx.Client, house: Any) -> None:
+    job = http.post("/v1/videos", json={"prompt": "slow"}).json()["id"]
+    lease = held(house, job)
+    told: list[tuple[str, dict[str, Any]]] = []
+    with http.stream("GET", f"/v1/videos/{job}/events") as response:
+        stream = read(response.iter_lines())
+        told.append(next(stream))
+        painter = house.held.pop(lease)
+        painter.post(Stepped(lease=lease, step=8, steps=10, preview=b"picture"))
+        told.append(next(stream))
+        painter.post(Stepped(lease=lease, step=9, steps=10))
+        told.append(next(stream))
+        painter.let_go(lease)
+        told.extend(stream)
+    assert [(name, data["step"]) for name, data in told[1:3]] == [("step", 8), ("step", 9)]
+    assert [data["preview"] for _, data in told[:3]] == [None, "data:image/webp;base64,cGljdHVyZQ==", None]
+    assert all(data["preview"] is None for _, data in told[3:])
+
+
 def test_an_ended_job_is_told_in_one_event(http: httpx.Client) -> None:
     job = http.post("/v1/videos", json={"prompt": "fail"}).json()["id"]
     last = list(read(http.get(f"/v1/videos/{job}/events").iter_lines()))[-1]

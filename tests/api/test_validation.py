@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import re
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from triptych.api.openapi_params import legal_values
+from triptych.api.openapi_params import legal_values, property_of
 from triptych.api.validation import bounded, check, nearest
 from triptych.errors import BadRequest
 from triptych.wire.schema import Param
@@ -55,3 +57,25 @@ def test_a_model_without_bounds_gets_those_of_the_house(name: str, value: int) -
 def test_a_models_own_bounds_win() -> None:
     param = bounded(Param(name="num_inference_steps", type="integer", minimum=0, maximum=5000))
     assert check(param, 4000, form=False) == 4000
+
+
+ADAPTERS = Param(name="lora", type="adapters", nullable=True, choices=("fox", "snow"))
+
+
+@pytest.mark.parametrize("text", ["fox", "snow:0.5,fox:-1"])
+def test_adapters_are_named_from_the_list_of_the_model(text: str) -> None:
+    assert check(ADAPTERS, text, form=False) == text
+
+
+@pytest.mark.parametrize("value", ["bear", "/etc/fox.safetensors", "fox:much", "fox,fox", "", 7, ["fox"]])
+def test_other_adapters_are_refused_with_the_list(value: object) -> None:
+    with pytest.raises(BadRequest, match="lora") as refusal:
+        check(ADAPTERS, value, form=False)
+    if value == "bear":
+        assert "'bear' is none of the adapters served here: fox, snow" in refusal.value.message
+
+
+def test_the_document_describes_what_adapters_may_be() -> None:
+    pattern = re.compile(property_of(ADAPTERS)["pattern"])
+    assert pattern.fullmatch("fox:0.5")
+    assert not pattern.fullmatch("bear")

@@ -43,7 +43,12 @@ SERVE_OPTIONS = {
     "--default": None,
     "--profile": "stock",
     "--attention-backend": "auto",
-    "--quant": "none",
+    "--quant": None,
+    "--offload": None,
+    "--vae-tiling": False,
+    "--vae-slicing": False,
+    "--lora": (),
+    "--previews": False,
     "--prompt-cache": 268435456,
     "--batching": False,
     "--step-cache": 0.0,
@@ -148,7 +153,7 @@ def test_serve_has_these_flags_with_these_defaults() -> None:
 def test_python_keywords_have_the_defaults_of_the_flags() -> None:
     args = ServerArgs.from_kwargs()
     for option in OPTIONS:
-        expected = {} if option.name in ("component", "default") else option.default
+        expected = {} if option.name in ("component", "default", "quant", "offload") else option.default
         assert getattr(args, option.name) == expected, option.name
 
 

@@ -161,8 +161,8 @@ class Bench:
     def started(self, name: str, lease: Lease) -> list[RouterAction]:
         return self.receive(Started(**self._signed(name), lease=lease))
 
-    def progress(self, name: str, lease: Lease, step: int, steps: int = 10) -> list[RouterAction]:
-        return self.receive(Progress(**self._signed(name), lease=lease, step=step, steps=steps))
+    def progress(self, name: str, lease: Lease, step: int, steps: int = 10, preview: bytes = b"") -> list[RouterAction]:
+        return self.receive(Progress(**self._signed(name), lease=lease, step=step, steps=steps, preview=preview))
 
     def staged(self, name: str, lease: Lease, *copies: tuple[str, Role], nbytes: int = 64) -> list[RouterAction]:
         """``copies``: pairs of copy id and consumer; one for the next role if none are given."""

@@ -314,6 +314,17 @@ def test_progress_is_thinned_out_and_its_end_is_never_lost() -> None:
     assert messages[0].step == 100  # type: ignore[union-attr]
 
 
+def test_a_preview_that_comes_late_never_turns_progress_back() -> None:
+    bench = Bench()
+    bench.compute()
+    bench.feed(Stepped(lease=FIRST, step=1, steps=9))
+    bench.feed(Stepped(lease=FIRST, step=3, steps=9))
+    bench.feed(Stepped(lease=FIRST, step=2, steps=9, preview=b"two"))
+    bench.feed(Stepped(lease=FIRST, step=4, steps=9))
+    bench.tick(0.2)
+    assert [(p.step, p.preview) for p in bench.reported(Progress)] == [(4, b"two")]
+
+
 def test_held_back_progress_comes_with_the_next_tick_that_it_asks_for() -> None:
     bench = Bench()
     bench.compute()

@@ -157,6 +157,19 @@ def test_progress_is_shown_and_never_runs_backwards() -> None:
     assert bench.router.view(request).step == 3  # type: ignore[union-attr]
 
 
+def test_a_preview_is_shown_while_it_is_denoised_and_kept_no_longer() -> None:
+    bench = Bench()
+    bench.pool()
+    request = bench.submit("r")
+    bench.encode(request)
+    bench.progress("denoiser", lease(request, D), 3, preview=b"picture")
+    assert bench.view(request).preview == b"picture"
+    bench.progress("denoiser", lease(request, D), 2, preview=b"later")
+    assert (bench.view(request).step, bench.view(request).preview) == (3, b"later")
+    bench.staged("denoiser", lease(request, D))
+    assert bench.view(request).preview == b""
+
+
 def test_words_that_were_lost_are_implied_by_later_ones() -> None:
     bench = Bench()
     bench.pool()

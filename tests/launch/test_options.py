@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 from triptych.errors import ConfigError
+from triptych.ids import ROLES, Role
 from triptych.launch.args import ServerArgs
 
 KEY = "a-secret-key"
@@ -70,3 +71,26 @@ def test_limits_and_roots_arrive(tmp_path: Path) -> None:
     assert config.input_root == tmp_path
     assert config.allow_image_urls
     assert (config.retained_seconds, config.max_live_requests, config.max_concurrency_per_key) == (60, 7, 3)
+
+
+def test_a_kind_alone_is_for_the_usual_roles_and_a_named_one_for_its_own() -> None:
+    args = ServerArgs.from_kwargs(quant="fp8", offload="block")
+    assert args.quant == {Role.DENOISER: "fp8"}
+    assert args.offload == dict.fromkeys(ROLES, "block")
+    args = ServerArgs.from_kwargs(quant=["encoder=int8", "denoiser=fp8"], offload="encoder=model,decoder=none")
+    assert args.quant == {Role.ENCODER: "int8", Role.DENOISER: "fp8"}
+    assert args.offload == {Role.ENCODER: "model", Role.DECODER: "none"}
+
+
+def test_none_takes_back_what_a_file_says() -> None:
+    said = {"model_path": "tiny", "disagg_role": "denoiser", "disagg_server_addr": "tcp://127.0.0.1:5555"}
+    args = ServerArgs.from_kwargs(**said, quant="none", offload="none")
+    model = args.instance_config(default_device="cuda").model
+    assert model.quant == {}
+    assert model.offload == {}
+
+
+@pytest.mark.parametrize("value", ["fp4", "painter=fp8", "encoder=", "", "encoder=int8,encoder=fp8", 8])
+def test_a_kind_that_is_none_is_refused(value: object) -> None:
+    with pytest.raises(ConfigError, match="--quant"):
+        ServerArgs.from_kwargs(quant=value)

@@ -73,3 +73,36 @@ def test_a_server_reachable_by_all_is_reached_on_this_machine_by_its_loopback() 
     plan = plan_pool(args, replica_gpus=[[0]])
     assert plan.url == "http://127.0.0.1:30000"
     assert value(plan.instances[0].command, "--disagg-server-addr") == "tcp://127.0.0.1:5555"
+
+
+def test_an_instance_is_told_what_concerns_its_roles() -> None:
+    args = ServerArgs.from_kwargs(
+        model_path="tiny", device="cuda", quant="encoder=int8,denoiser=fp8", offload="block", vae_tiling=True
+    )
+    plan = plan_pool(args, encoder_gpus=[[0]], denoiser_gpus=[[1]], decoder_gpus=[[2]])
+    encoder, denoiser, decoder = (instance.command for instance in plan.instances)
+    assert value(encoder, "--quant") == "encoder=int8"
+    assert value(denoiser, "--quant") == "denoiser=fp8"
+    assert "--quant" not in decoder
+    assert [value(command, "--offload") for command in (encoder, denoiser, decoder)] == [
+        "encoder=block",
+        "denoiser=block",
+        "decoder=block",
+    ]
+    assert ["--vae-tiling" in command for command in (encoder, denoiser, decoder)] == [True, False, True]
+    assert "--offload" not in plan.server.command
+
+
+@pytest.mark.parametrize(
+    ("said", "complaint"),
+    [
+        ({"disagg_role": "encoder", "quant": "int8"}, "--quant denoiser=int8: this instance serves encoder only"),
+        ({"disagg_role": "denoiser", "vae_tiling": True}, "--vae-tiling: a denoiser has no VAE"),
+        ({"disagg_role": "denoiser", "lora": "a=a.safetensors", "num_gpus": 2}, "--lora: needs --num-gpus 1, not 2"),
+        ({"disagg_role": "denoiser", "offload": "denoiser=block", "device": "cpu"}, "--offload: needs --device cuda"),
+    ],
+)
+def test_what_would_change_nothing_is_refused(said: dict[str, object], complaint: str) -> None:
+    args = ServerArgs.from_kwargs(model_path="tiny", disagg_server_addr="tcp://127.0.0.1:5555", **said)
+    with pytest.raises(ConfigError, match=complaint):
+        args.instance_config(default_device="cpu")

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import logging
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -21,7 +21,7 @@ from triptych.accel.prompts import PromptCache
 from triptych.accel.prompts import install as install_prompts
 from triptych.accel.step_cache import StepMemory
 from triptych.accel.tally import Tally
-from triptych.config import Profile, Quantisation
+from triptych.config import Profile
 from triptych.errors import ConfigError
 
 log = logging.getLogger(__name__)
@@ -52,7 +52,7 @@ def accelerate(
     dtype: torch.dtype,
     profile: Profile,
     backend: str = "auto",
-    quantisation: Quantisation = "none",
+    quantised: Collection[str] = (),
     prompts: PromptCache | None = None,
     batcher: ForwardBatcher | None = None,
     step_cache: float = 0.0,
@@ -64,8 +64,8 @@ def accelerate(
     """Apply what ``profile`` allows and the machine has to the real (not weightless) models of a role, in place.
 
     ``backend`` names an attention backend, or several of which the first that is present is taken (with commas
-    between), or is ``auto``; it and ``quantisation`` are about denoisers, and roles without one have nothing to change.
-    ``prompts`` are kept embeddings for text encoders; ``batcher`` joins forwards.
+    between), or is ``auto``; it is about denoisers, and roles without one have nothing to change. ``quantised`` names
+    models that are so already. ``prompts`` are kept embeddings for text encoders; ``batcher`` joins forwards.
     ``step_cache`` is the threshold of step caching, 0 for none, and ``memory`` where whoever runs the steps gives it
     room. Measurements are kept in ``cache_dir``; ``agree`` turns what was measured to be best here into what all ranks
     of an instance take.
@@ -80,18 +80,17 @@ def accelerate(
     wish, backend = backend, attention.preferred(backend, device)
     denoisers = {name: model for name, model in modules.items() if quant.repeated_blocks(model)}
     for name, model in denoisers.items():
-        kind = "fp8" if profile == "fast" and quantisation == "none" else quantisation
         done += _attention(name, model, device, dtype, profile, backend, cache_dir, agree)
         if backend != wish:
             first = wish.partition(",")[0]
             log.warning("attention-backend %s is not on this machine: %s uses %s", first, name, attention.in_use(model))
-        if kind != "none":
-            layers = quant.quantise(model, kind, device)
-            done.append(Technique(name=f"{name}: {kind}", on=True, why=f"{layers} linear layers"))
+        if profile == "fast" and name not in quantised:
+            layers = quant.quantise([model], "fp8", device)
+            done.append(Technique(name=f"{name}: fp8", on=True, why=f"{layers} linear layers"))
         if profile != "stock":
             if not step_cache:  # which decides in the middle of a forward
                 done.append(_graphs(name, model, device))
-            done += _fuse_and_compile(name, model, device, dtype, gelu=kind == "none")
+            done += _fuse_and_compile(name, model, device, dtype, gelu=profile != "fast" and name not in quantised)
         if batcher is not None:
             done.append(_batching(name, model, batcher))
         if step_cache:
@@ -221,6 +220,8 @@ def set_up_compiler() -> None:
 def _vae(name: str, model: Any, device: torch.device, dtype: torch.dtype) -> Technique:
     if device.type != "cuda" or dtype != torch.bfloat16:
         return Technique(name=f"{name}: fast decode", on=False, why="needs CUDA and bfloat16")
+    if model.use_tiling or model.use_slicing:
+        return Technique(name=f"{name}: fast decode", on=False, why="tiling or slicing was asked for")
     set_up_compiler()
     decoder = wan_vae.WanVaeDecoder(model, compiled=importlib.util.find_spec("triton") is not None, align=64)
     wan_vae.install(model, decoder)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import importlib
 import importlib.util
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -20,11 +21,12 @@ _MIN_FEATURES = 512
 """Smaller layers gain nothing and lose precision."""
 
 
-def quantise(model: nn.Module, kind: Quantisation, device: torch.device) -> int:
-    """Quantise the linear layers of the repeated blocks of a Diffusers model in place; returns how many changed.
+def quantise(models: Sequence[nn.Module], kind: Quantisation, device: torch.device) -> int:
+    """Quantise the linear layers of the repeated blocks of models in place; returns how many changed.
 
-    Embeddings, norms and the projections at both ends stay as they are. Raises `ConfigError` when the machine cannot do
-    it or the model has no layer that it would change, because the option would silently do nothing.
+    Embeddings, norms and the projections at both ends stay as they are. Blocks in host memory visit ``device`` one at a
+    time, so a model need not fit there before it is small. Raises `ConfigError` when the machine cannot do it or there
+    is no layer that it would change, because the option would silently do nothing.
     """
     if kind == "none":
         return 0
@@ -47,16 +49,26 @@ def quantise(model: nn.Module, kind: Quantisation, device: torch.device) -> int:
             return False
         sizes = (int(module.in_features), int(module.out_features))
         hit = min(sizes) >= _MIN_FEATURES and all(size % 16 == 0 for size in sizes)
+        if kind == "fp8" and module.weight.dtype != torch.bfloat16:
+            hit = False  # its kernels take nothing else; some layers are kept in float32
         changed += hit
         return hit
 
-    for block in repeated_blocks(model):
-        ao.quantize_(block, config, filter_fn=wanted)
+    for block in (block for model in models for block in blocks(model)):
+        home = next(block.parameters()).device
+        ao.quantize_(block.to(device), config, filter_fn=wanted)
+        block.to(home)
     if not changed:
-        raise ConfigError(
-            f"quant={kind!r}: {type(model).__name__} has no linear layer in its blocks that is wide enough"
-        )
+        names = ", ".join(type(model).__name__ for model in models) or "nothing"
+        raise ConfigError(f"quant={kind!r}: {names} has no linear layer in its blocks that is wide enough")
     return changed
+
+
+def blocks(model: nn.Module) -> list[nn.Module]:
+    """The repeated blocks of a Diffusers model, or of a Transformers one, which declares them as not to be split."""
+    whole: Any = getattr(model, "_no_split_modules", None)
+    names: set[str] = set(whole or ()) if type(model).__module__.startswith("transformers.") else set()
+    return repeated_blocks(model) or [module for module in model.modules() if type(module).__name__ in names]
 
 
 def repeated_blocks(model: nn.Module) -> list[nn.Module]:

@@ -7,6 +7,7 @@ than the job misses states in between and costs no memory. It ends with the job,
 from __future__ import annotations
 
 import asyncio
+import base64
 import time
 from collections.abc import AsyncGenerator, Callable
 from contextlib import aclosing
@@ -53,17 +54,20 @@ class Progress:
     def __init__(self, service: DiffusionService, name: str) -> None:
         self._name = name
         self._service = service
-        self._told: tuple[JobState, int, int | None, int] | None = None
+        self._told: tuple[JobState, int, int | None, int, bytes] | None = None
 
     def event(self, record: JobRecord) -> bytes | None:
         """The event that tells what is new in ``record``; None when nothing is."""
         view = record.view
-        told = (view.state, view.step, view.position, view.attempt)
+        told = (view.state, view.step, view.position, view.attempt, view.preview)
         if told == self._told:
             return None
         before, self._told = self._told, told
         stepped = before is not None and before[0] is view.state
-        return frame(_name(record, stepped), self._body(record, self._service.outlook(record.id)))
+        body = self._body(record, self._service.outlook(record.id))
+        if view.preview and (before is None or before[4] != view.preview):
+            body = body.model_copy(update={"preview": _data_url(view.preview)})
+        return frame(_name(record, stepped), body)
 
     def deleted(self, record: JobRecord) -> bytes:
         """The last event of a job that was deleted while it was followed."""
@@ -86,6 +90,10 @@ class Progress:
             eta_seconds=0.0 if record.ended else outlook.ends_in,
             error=error_of(view),
         )
+
+
+def _data_url(picture: bytes) -> str:
+    return f"data:image/webp;base64,{base64.b64encode(picture).decode()}"
 
 
 def _name(record: JobRecord, stepped: bool) -> str:

@@ -37,6 +37,9 @@ def property_of(param: Param, *, form: bool = True) -> dict[str, Any]:
             return CLIP if form else REFERENCE
         case "images":
             return {"type": "array", "items": FILE if form else REFERENCE}
+        case "adapters":
+            one = rf"({'|'.join(param.choices)})(:[+-]?[0-9](\.[0-9]{{1,6}})?)?"
+            return {"type": "string", "description": param.description, "pattern": f"^{one}$"}
         case _:
             found: dict[str, Any] = {"type": _TYPES[param.type]}
     if param.description:

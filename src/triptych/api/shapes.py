@@ -121,6 +121,8 @@ class JobEvent(Shape):
     eta_seconds: float | None
     """Until the end, waiting for later stages left out; null when nothing is known."""
     error: JobError | None
+    preview: str | None = None
+    """A small picture of the result so far as a data URL, when there is a new one; see the parameter of that name."""
 
 
 class ImageData(Shape):

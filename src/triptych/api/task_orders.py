@@ -21,10 +21,13 @@ from triptych.api.validation import nearest, read_integer, read_text, refuse, un
 from triptych.errors import BadRequest
 from triptych.wire.schema import RequestSchema
 
+LORA: Final = "lora"
+"""The house's name of the field that names adapters."""
 RENAMED: Final[Mapping[str, str]] = {
     "infer_steps": "num_inference_steps",
     "target_video_length": "num_frames",
     "target_fps": "fps",
+    "lora_name": LORA,
 }
 PICTURES: Final[Mapping[str, str]] = {
     "image_path": "",
@@ -96,6 +99,7 @@ def read_fields(schema: RequestSchema, body: Body, output: Output) -> TaskFields
     if task_id is not None and not (isinstance(task_id, str) and _ID.fullmatch(task_id)):
         refuse("task_id", task_id, "up to 128 letters, digits, '-', '_' and '.'")
     digest = _digest(output, given, body.uploads)
+    _read_lora(schema, given)
     _refuse_absent(schema, given, body.uploads)
     fields: dict[str, Any] = {}
     names: dict[str, str] = {}
@@ -141,12 +145,24 @@ def _digest(output: Output, given: Mapping[str, Any], uploads: Mapping[str, list
 def _refuse_absent(schema: RequestSchema, given: dict[str, Any], uploads: Mapping[str, Any]) -> None:
     """Drop what asks for nothing; refuse what asks for something that is not here."""
     for name, neutral in NEUTRAL.items():
-        if schema.param(name) is not None:
+        if schema.param(RENAMED.get(name, name)) is not None:
             continue
         if name in uploads or (name in given and given.pop(name) not in neutral):
             raise BadRequest(
                 name, f"{name}: model {schema.model!r} is served without it; leave it out", code="unsupported"
             )
+
+
+def _read_lora(schema: RequestSchema, given: dict[str, Any]) -> None:
+    """``lora_name`` and ``lora_strength`` as the one field that names adapters, where the model is served with any."""
+    if schema.param(LORA) is None:
+        return
+    name, strength = given.pop("lora_name", ""), given.pop("lora_strength", None)
+    if name in ("", None):
+        return
+    if LORA in given:
+        raise BadRequest("lora_name", f"{LORA} and lora_name are both given; give one of them", code="duplicate_field")
+    given["lora_name"] = name if strength is None else f"{name}:{strength}"
 
 
 def _place(target: dict[str, Any], names: dict[str, str], name: str, spoken: str, value: Any) -> None:

@@ -11,6 +11,7 @@ from typing import Any, Final, NoReturn, assert_never
 import msgspec
 
 from triptych.errors import BadRequest
+from triptych.wire.adapters import read_adapters
 from triptych.wire.schema import Param
 
 INT64_MAX: Final = 2**63 - 1
@@ -32,6 +33,7 @@ _CAPS: Final[dict[str, tuple[float | None, float | None]]] = {
 
 _PROMPTS: Final = ("prompt", "negative_prompt")
 _PROMPT_CHARACTERS: Final = 32_000
+_ADAPTER_CHARACTERS: Final = 2_000
 
 _INTEGER = re.compile(r"[+-]?\d{1,20}")
 _NUMBER = re.compile(r"[+-]?(\d{1,20}(\.\d{0,20})?|\.\d{1,20})([eE][+-]?\d{1,3})?")
@@ -79,6 +81,8 @@ def check(param: Param, value: Any, *, form: bool, field: str | None = None) -> 
             return _string(param, name, value)
         case "boolean":
             return _boolean(name, value, form=form)
+        case "adapters":
+            return _adapters(param, name, value)
         case "integer":
             return _ranged(param, name, read_integer(name, value, form=form))
         case "number":
@@ -142,6 +146,15 @@ def _string(param: Param, field: str, value: Any) -> str:
         refuse(field, text, f"one of {', '.join(param.choices)}")
     if param.required and not text.strip():
         raise BadRequest(field, f"{field}={shown(text)}: must not be empty")
+    return text
+
+
+def _adapters(param: Param, field: str, value: Any) -> str:
+    text = read_text(field, value, _ADAPTER_CHARACTERS)
+    try:
+        read_adapters(text, param.choices)
+    except ValueError as error:
+        raise BadRequest(field, f"{field}={shown(text)}: {error}") from error
     return text
 
 

@@ -17,6 +17,7 @@ from torch import nn
 
 from triptych.errors import ConfigError
 from triptych.models import tiny_path
+from triptych.pipeline.weights import LoadComponent, load_component
 
 _WAN_SCHEDULER = {
     "prediction_type": "flow_prediction",
@@ -91,7 +92,10 @@ SIZES: dict[str, Size] = {
     "wan2.1-t2v-1.3b": _wan("WanPipeline", _WAN_1_3B),
     "wan2.1-t2v-14b": _wan("WanPipeline", _WAN_14B),
     "wan2.1-i2v-14b": _wan(
-        "WanImageToVideoPipeline", _WAN_I2V, image_encoder=("transformers", "CLIPVisionModel", _CLIP)
+        "WanImageToVideoPipeline",
+        _WAN_I2V,
+        image_encoder=("transformers", "CLIPVisionModel", _CLIP),
+        image_processor=("transformers", "CLIPImageProcessorPil", {}),
     ),
     "qwen-image": Size(
         pipeline="QwenImagePipeline",
@@ -100,6 +104,7 @@ SIZES: dict[str, Size] = {
             "transformer": ("diffusers", "QwenImageTransformer2DModel", {}),
             "vae": ("diffusers", "AutoencoderKLQwenImage", {}),
             "scheduler": ("diffusers", "FlowMatchEulerDiscreteScheduler", _QWEN_SCHEDULER),
+            "tokenizer": ("transformers", "Qwen2Tokenizer", {}),
         },
     ),
 }
@@ -162,17 +167,17 @@ def write(
             continue
         index[component] = [library, class_name]
         folder = out / component
-        cls = _class(library, class_name)
-        if component == "scheduler":
-            cls(**config).save_pretrained(folder)
-        elif issubclass(cls, nn.Module) and weights is not None and component not in weights:
+        cls: Any = _class(library, class_name)
+        if issubclass(cls, nn.Module) and weights is not None and component not in weights:
             _write_config(cls, config, folder)
         elif issubclass(cls, nn.Module):
             model: Any = build(name, component, device, dtype)
             model.save_pretrained(folder)
             del model
-        else:
+        elif _is_tokenizer(cls):
             continue
+        else:
+            cls(**config).save_pretrained(folder)
         folders.append(folder)
     (out / "model_index.json").write_text(json.dumps(index, indent=2))
     return folders
@@ -184,6 +189,59 @@ def _write_config(cls: Any, config: dict[str, Any], folder: Path) -> None:
         return
     with torch.device("meta"):
         cls(**config).save_config(folder)
+
+
+def write_configs(name: str, out: Path) -> None:
+    """Write the size as a Diffusers-layout folder without weights, with a tokenizer that reads letter by letter."""
+    size = size_named(name)
+    out.mkdir(parents=True, exist_ok=True)
+    index: dict[str, Any] = {"_class_name": size.pipeline, "_diffusers_version": "0.42.1"}
+    for component, (library, class_name, config) in size.components.items():
+        index[component] = [library, class_name]
+        cls: Any = _class(library, class_name)
+        if _is_tokenizer(cls):
+            index[component] = ["transformers", "PreTrainedTokenizerFast"]
+            _letters().save_pretrained(out / component)
+        elif not _is_model(cls):
+            cls(**config).save_pretrained(out / component)
+        else:
+            _write_config(cls, config, out / component)
+    (out / "model_index.json").write_text(json.dumps(index, indent=2))
+
+
+def random_weights(name: str, made_on: torch.device) -> LoadComponent:
+    """Gives components of that size random weights instead of a folder's, made on ``made_on``, which is the faster."""
+    size = size_named(name)
+
+    def component(
+        folder: Path, part: str, entry: tuple[str, str], override: str | None, dtype: torch.dtype, device: torch.device
+    ) -> Any:
+        if part in size.components and issubclass(_class(*size.components[part][:2]), nn.Module):
+            return build(name, part, made_on, dtype).to(device)
+        return load_component(folder, part, entry, override, dtype, device)
+
+    return component
+
+
+def _is_model(cls: Any) -> bool:
+    return issubclass(cls, nn.Module)
+
+
+def _is_tokenizer(cls: Any) -> bool:
+    from transformers import PreTrainedTokenizerBase
+
+    return issubclass(cls, PreTrainedTokenizerBase)
+
+
+def _letters() -> Any:
+    """A tokenizer that makes one unknown token of every letter, so that any prompt has a real length."""
+    from tokenizers import Regex, Tokenizer, models, pre_tokenizers
+    from transformers import PreTrainedTokenizerFast
+
+    tokenizer = Tokenizer(models.WordLevel({"<pad>": 0, "</s>": 1, "<unk>": 2}, unk_token="<unk>"))
+    letter: Any = pre_tokenizers.Split(Regex(r"[\s\S]"), "isolated")
+    tokenizer.pre_tokenizer = letter
+    return PreTrainedTokenizerFast(tokenizer_object=tokenizer, pad_token="<pad>", eos_token="</s>", unk_token="<unk>")
 
 
 def _class(library: str, class_name: str) -> Any:

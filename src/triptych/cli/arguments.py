@@ -199,9 +199,9 @@ def _doctor(parser: argparse.ArgumentParser) -> None:
 
 _BENCHES = (
     "the router alone, handoffs, a forward and a decode against stock Diffusers, HTTP serving, a pool under load, a "
-    "denoising step on several GPUs"
+    "denoising step on several GPUs, memory by role"
 )
-_BENCH_NAMES = ("control", "transfer", "stages", "serve", "soak", "parallel")
+_BENCH_NAMES = ("control", "transfer", "stages", "serve", "soak", "parallel", "memory")
 
 
 def _bench(parser: argparse.ArgumentParser) -> None:

@@ -69,6 +69,8 @@ class JobView(Record, frozen=True, kw_only=True):
     """Steps that the latest denoising attempt took over from an interrupted one."""
     paused: bool = False
     """Whether a client has it wait."""
+    preview: bytes = b""
+    """The latest picture of what is being denoised; empty before and after."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

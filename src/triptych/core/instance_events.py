@@ -62,11 +62,12 @@ class CopyKept(Record, frozen=True, kw_only=True):
 
 
 class Stepped(Record, frozen=True, kw_only=True):
-    """One denoising step is done."""
+    """One denoising step is done, or a picture of what an earlier one gave has been made."""
 
     lease: Lease
     step: int
     steps: int
+    preview: bytes = b""
 
 
 class Ended(Record, frozen=True, kw_only=True):

@@ -161,6 +161,8 @@ class Job:
     """Fingerprint of the encoder."""
     resumed_from: int = 0
     """Steps that the latest denoising attempt took over."""
+    preview: bytes = b""
+    """The latest picture of what is denoised."""
     paused: bool = False
     parked: bool = False
     """Paused, and standing nowhere else: its clocks stand still."""
@@ -294,4 +296,5 @@ class Job:
             timings=tuple(self.timings),
             resumed_from_step=self.resumed_from,
             paused=self.paused,
+            preview=self.preview if self.state is JobState.DENOISING_RUNNING else b"",
         )

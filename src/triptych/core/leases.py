@@ -181,7 +181,10 @@ class Leases:
         work = self.works.get(event.lease)
         if work is None or work.phase not in _COMPUTING or work.outcome is not None:
             return
-        work.progress = (event.step, event.steps)
+        if event.preview:
+            work.preview = event.preview
+        if work.progress is None or event.step > work.progress[0]:  # a picture comes later than its step
+            work.progress = (event.step, event.steps)
         if event.step >= event.steps or self.now >= work.progress_at + PROGRESS_INTERVAL:
             self.report_progress(work)
         else:
@@ -225,8 +228,9 @@ class Leases:
         """Send what was held back."""
         if work.progress is None:
             return
-        self.report(work.lease.role, self._voice.progress(work.lease, *work.progress))
+        self.report(work.lease.role, self._voice.progress(work.lease, *work.progress, work.preview))
         work.progress = None
+        work.preview = b""
         work.progress_at = self.now
         work.due = Work.NEVER
 

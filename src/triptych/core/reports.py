@@ -129,8 +129,12 @@ class Reports:
 
     def _progress(self, job: Job, grant: Grant, message: Progress) -> None:
         self._start(job, grant)
-        if message.step > job.step:
+        further = message.step > job.step
+        if further:
             job.step, job.steps = message.step, message.steps
+        if message.preview:
+            job.preview = message.preview
+        if further or message.preview:
             self._ledger.update(job)
 
     # -- ends ---------------------------------------------------------------------------------------------------

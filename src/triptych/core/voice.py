@@ -94,9 +94,9 @@ class Voice:
         """A lease is being computed."""
         return Started(**self._signature, lease=lease)
 
-    def progress(self, lease: Lease, step: int, steps: int) -> Progress:
+    def progress(self, lease: Lease, step: int, steps: int, preview: bytes) -> Progress:
         """Steps of a lease are done."""
-        return Progress(**self._signature, lease=lease, step=step, steps=steps)
+        return Progress(**self._signature, lease=lease, step=step, steps=steps, preview=preview)
 
     def dropped(self, copies: Iterable[CopyId]) -> Dropped:
         """Copies are gone."""

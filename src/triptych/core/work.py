@@ -41,6 +41,8 @@ class Work:
     started: bool = False
     progress: tuple[int, int] | None = None
     """Step and steps that were not reported yet."""
+    preview: bytes = b""
+    """Picture that was not reported yet; a newer one takes its place."""
     progress_at: float = -NEVER
     outcome: Outcome | None = None
     due: float = NEVER

@@ -13,7 +13,9 @@ from triptych.config import (
     DispatchPolicy,
     DTypeName,
     InstanceConfig,
+    Lora,
     ModelConfig,
+    Offload,
     Profile,
     Quantisation,
     RouterConfig,
@@ -70,7 +72,12 @@ class ServerArgs:
     default: dict[str, Scalar] = field(default_factory=dict[str, Scalar])
     profile: Profile = "stock"
     attention_backend: str = "auto"
-    quant: Quantisation = "none"
+    quant: dict[Role, Quantisation] = field(default_factory=dict[Role, Quantisation])
+    offload: dict[Role, Offload] = field(default_factory=dict[Role, Offload])
+    vae_tiling: bool = False
+    vae_slicing: bool = False
+    lora: tuple[Lora, ...] = ()
+    previews: bool = False
     prompt_cache: int = 256 * MIB
     batching: bool = False
     step_cache: float = 0.0
@@ -199,6 +206,7 @@ class ServerArgs:
                 f"--disagg-server-addr is needed with --disagg-role {self.disagg_role}: tcp://host:port of the "
                 "server's frontend"
             )
+        self._check_memory()
         return InstanceConfig(
             roles=self.roles,
             server_addr=self.disagg_server_addr,
@@ -218,12 +226,17 @@ class ServerArgs:
                 defaults=self.default,
                 profile=self.profile,
                 attention_backend=self.attention_backend,
-                quant=self.quant,
+                quant={role: kind for role, kind in self.quant.items() if kind != "none"},
                 prompt_cache_bytes=self.prompt_cache,
                 batching=self.batching,
                 step_cache=self.step_cache,
                 warmup=self.warmup,
                 cache_dir=None if self.cache_dir is None else Path(self.cache_dir),
+                offload={role: kind for role, kind in self.offload.items() if kind != "none"},
+                vae_tiling=self.vae_tiling,
+                vae_slicing=self.vae_slicing,
+                loras=self.lora,
+                previews=self.previews,
             ),
             gpu_ids=self.gpu_ids,
             parallel=Parallelism(
@@ -243,6 +256,33 @@ class ServerArgs:
             key_dir=self._key_dir,
             insecure=self.insecure,
         )
+
+    def _check_memory(self) -> None:
+        """Refuse what would change nothing in this process."""
+        for flag, kinds in (("--quant", self.quant), ("--offload", self.offload)):
+            for role, kind in kinds.items():
+                if role not in self.roles and kind != "none":
+                    raise ConfigError(f"{flag} {role}={kind}: this instance serves {', '.join(self.roles)} only")
+        if self.device == "cpu" and any(kind != "none" for kind in self.offload.values()):
+            raise ConfigError("--offload: needs --device cuda; on the CPU all weights are in host memory")
+        if self.num_gpus > 1:
+            for flag, said in (("--offload", self.offload), ("--lora", self.lora), ("--previews", self.previews)):
+                if said:
+                    raise ConfigError(f"{flag}: needs --num-gpus 1, not {self.num_gpus}")
+        for name in ("vae_tiling", "vae_slicing"):
+            if getattr(self, name) and self.roles == (Role.DENOISER,):
+                raise ConfigError(f"{BY_NAME[name].flag}: a denoiser has no VAE")
+
+    def for_roles(self, roles: tuple[Role, ...]) -> dict[str, Any]:
+        """What was said role by role, or about VAEs, as far as it concerns an instance of ``roles``."""
+        own: dict[str, Any] = {
+            name: {role: kind for role, kind in getattr(self, name).items() if role in roles}
+            for name in ("quant", "offload")
+            if name in self.given
+        }
+        if roles == (Role.DENOISER,):
+            own |= {name: False for name in ("vae_tiling", "vae_slicing") if name in self.given}
+        return own
 
     @property
     def _key_dir(self) -> Path | None:

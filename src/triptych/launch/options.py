@@ -12,16 +12,18 @@ from typing import Any, Literal, TypeAlias
 
 from triptych.config import MIB
 from triptych.errors import ConfigError
-from triptych.ids import Role
+from triptych.ids import ROLES, Role
 from triptych.launch.readers import (
     Reader,
     one_of,
+    per_role,
     read_address,
     read_addresses,
     read_components,
     read_defaults,
     read_integer,
     read_keys,
+    read_loras,
     read_path,
     read_ports,
     read_role,
@@ -81,7 +83,7 @@ class Option:
             if text not in ("true", "false", "1", "0"):
                 raise refuse(self.variable, text, "true or false")
             return text in ("true", "1")
-        parts = text.split(";") if self.read in (read_components, read_defaults) else text
+        parts = text.split(";") if self.read in (read_components, read_defaults, read_loras) else text
         return self.read(self.variable, parts)
 
     def words(self, value: Any) -> list[str]:
@@ -207,7 +209,26 @@ OPTIONS: tuple[Option, ...] = (
         "stock Diffusers, lossless (faster kernels, equal up to rounding), or fast (FP8 besides)",
     ),
     _option("attention_backend", read_text, "auto", COMPUTE, "NAME", "auto, native, cudnn, flash3 or flash3-fp8"),
-    _option("quant", one_of("none", "fp8", "int8"), "none", COMPUTE, "KIND", "quantised denoiser: none, fp8 or int8"),
+    _option(
+        "quant",
+        per_role((Role.DENOISER,), "none", "fp8", "int8"),
+        None,
+        COMPUTE,
+        "KIND",
+        "quantised linear layers, none, fp8 or int8: of the denoiser, or ROLE=KIND; may be repeated",
+        repeat=True,
+    ),
+    _option(
+        "offload",
+        per_role(ROLES, "none", "model", "block", "layer"),
+        None,
+        COMPUTE,
+        "KIND",
+        "keep weights in host memory until needed, none, model, block or layer: of all roles, or ROLE=KIND",
+        repeat=True,
+    ),
+    _option("vae_tiling", read_switch, False, COMPUTE, "", "encode and decode large pictures in tiles"),
+    _option("vae_slicing", read_switch, False, COMPUTE, "", "encode and decode the outputs of a request one by one"),
     _option(
         "prompt_cache",
         read_size,
@@ -256,6 +277,16 @@ OPTIONS: tuple[Option, ...] = (
         "PORT",
         "port of Prometheus metrics, 0: none; default: 10000 above an instance's work port, --port of a server",
     ),
+    _option(
+        "lora",
+        read_loras,
+        (),
+        COMPUTE,
+        "NAME=PATH[:SCALE]",
+        "LoRA adapter (a safetensors file) that requests may name; may be repeated",
+        repeat=True,
+    ),
+    _option("previews", read_switch, False, COMPUTE, "", "let requests ask for small pictures while they are denoised"),
     _option("max_running_requests", read_integer, 1, COMPUTE, "N", "requests whose denoising steps interleave"),
     _option(
         "checkpoint_interval",

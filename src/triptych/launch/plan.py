@@ -93,6 +93,7 @@ def instance_spec(
         "disagg_role": ",".join(roles),
         "disagg_server_addr": f"tcp://{reachable(args.host)}:{args.scheduler_port}",
         "scheduler_port": work_port,
+        **args.for_roles(roles),
         **overrides,
     }
     if len(gpus) > 1:

@@ -13,9 +13,9 @@ from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any, TypeAlias, cast
 
-from triptych.config import KEY_PREFIX, MIB, Shape, parse_shape, parse_tcp_url
+from triptych.config import KEY_PREFIX, MIB, Lora, Shape, parse_shape, parse_tcp_url
 from triptych.errors import ConfigError
-from triptych.ids import ROLES
+from triptych.ids import ROLES, Role
 
 Reader: TypeAlias = Callable[[str, object], Any]
 """Reads one value, a string from the command line or a Python value; the first argument is the flag for errors."""
@@ -189,6 +189,48 @@ def _scalar(text: str) -> Scalar:
 def shown(value: object) -> str:
     """A value of a mapping as `_scalar` reads it."""
     return value if isinstance(value, str) and _scalar(value) == value else json.dumps(value)
+
+
+def read_loras(flag: str, value: object) -> tuple[Lora, ...]:
+    """``NAME=PATH`` or ``NAME=PATH:SCALE`` entries, or a mapping of names to such paths."""
+    if isinstance(value, dict):
+        value = [f"{name}={path}" for name, path in value.items()]
+    found: list[Lora] = []
+    for entry in [value] if isinstance(value, str) else _sequence(flag, value):
+        if isinstance(entry, Lora):
+            found.append(entry)
+            continue
+        name, equals, rest = entry.partition("=") if isinstance(entry, str) else ("", "", "")
+        path, colon, scale = rest.rpartition(":")
+        if not (name and equals and rest):
+            raise refuse(flag, entry, "NAME=PATH or NAME=PATH:SCALE, e.g. fox=fox.safetensors:0.8")
+        try:
+            found.append(Lora(name=name, path=path, scale=float(scale)) if colon else Lora(name=name, path=rest))
+        except ValueError:  # a colon that belongs to the path
+            found.append(Lora(name=name, path=rest))
+    return tuple(found)
+
+
+def per_role(bare: tuple[Role, ...], *kinds: str) -> Reader:
+    """A reader of words for roles: KIND alone means the roles ``bare``, ROLE=KIND one. The result maps role to kind."""
+
+    def read(flag: str, value: object) -> dict[Role, str]:
+        accepted = f"one of {', '.join(kinds)}, or ROLE=KIND with commas between, e.g. encoder={kinds[1]}"
+        if isinstance(value, dict):
+            value = [f"{role}={kind}" for role, kind in value.items()]
+        entries = [value] if isinstance(value, str) else _sequence(flag, value)
+        found: dict[Role, str] = {}
+        for entry in (part.strip() for text in entries for part in str(text).split(",")):
+            name, equals, kind = entry.rpartition("=")
+            if kind not in kinds or (equals and name not in ROLES):
+                raise refuse(flag, entry, accepted)
+            for role in (Role(name),) if equals else bare:
+                if role in found:
+                    raise ConfigError(f"{flag} {entry!r}: the {role} is given twice")
+                found[role] = kind
+        return found
+
+    return read
 
 
 def read_keys(flag: str, value: object) -> tuple[str, ...]:

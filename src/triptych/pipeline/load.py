@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import functools
 import logging
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Any, TypeAlias
 
@@ -15,9 +15,6 @@ import torch
 from triptych.accel.batching import ForwardBatcher
 from triptych.accel.compiling import count_compilations, default_folder, keep_graphs_in
 from triptych.accel.parallel.team import Team
-from triptych.accel.plan import accelerate
-from triptych.accel.prompts import PromptCache
-from triptych.accel.step_cache import StepMemory
 from triptych.accel.tally import Tally
 from triptych.config import ModelConfig
 from triptych.errors import ConfigError, ModelError
@@ -26,8 +23,11 @@ from triptych.pipeline.cut import Cut, cut
 from triptych.pipeline.families import family_of
 from triptych.pipeline.fingerprint import fingerprint
 from triptych.pipeline.known import begins_with_picture, modular_counterpart
+from triptych.pipeline.lora import attach, identities, with_adapters
 from triptych.pipeline.modular import LoadedRole, ModularRolePipeline
+from triptych.pipeline.outfit import home_of, modules_of, outfit
 from triptych.pipeline.passing import pass_on
+from triptych.pipeline.preview import fit, with_previews
 from triptych.pipeline.rehearsal import ghosts, rehearse
 from triptych.pipeline.replay import ReplayRolePipeline
 from triptych.pipeline.replay_load import load_replay
@@ -39,32 +39,38 @@ from triptych.pipeline.stage import RolePipeline
 from triptych.pipeline.standin import stand_in
 from triptych.pipeline.steps import StepClock
 from triptych.pipeline.tasks import for_task
-from triptych.pipeline.weights import load_component
-
-logger = logging.getLogger(__name__)
-
+from triptych.pipeline.weights import LoadComponent, load_component
 
 WarmUp: TypeAlias = Callable[[RolePipeline], None]
 """Runs a request of each declared shape through a pipeline that was loaded, or one that wraps it."""
 
 
 def load_pipeline(
-    model: ModelConfig, roles: tuple[Role, ...], device: str, tally: Tally | None = None
+    model: ModelConfig,
+    roles: tuple[Role, ...],
+    device: str,
+    tally: Tally | None = None,
+    component: LoadComponent = load_component,
 ) -> ModularRolePipeline | ReplayRolePipeline:
     """The pipeline of ``model`` with the weights of ``roles`` on ``device`` (a torch device name), warmed up.
 
     Cut at its modular blocks where Diffusers has them for the model's class, else by record and replay. What its
-    accelerations do is counted in ``tally``.
+    accelerations do is counted in ``tally``; ``component`` is what gives a component its weights.
 
     Raises `ModelError` for a folder that cannot be loaded or split, naming the component.
     """
-    pipeline, warm_up = load_cold(model, roles, device, tally)
+    pipeline, warm_up = load_cold(model, roles, device, tally, component=component)
     warm_up(pipeline)
     return pipeline
 
 
 def load_cold(
-    model: ModelConfig, roles: tuple[Role, ...], device: str, tally: Tally | None = None, team: Team | None = None
+    model: ModelConfig,
+    roles: tuple[Role, ...],
+    device: str,
+    tally: Tally | None = None,
+    team: Team | None = None,
+    component: LoadComponent = load_component,
 ) -> tuple[ModularRolePipeline | ReplayRolePipeline, WarmUp]:
     """The same, and apart from it what warms it up.
 
@@ -83,10 +89,11 @@ def load_cold(
     if modular_counterpart(index) is None:
         if model.batching and roles != (Role.DECODER,):
             raise ConfigError(f"batching: {index['_class_name']} is split by replaying its own loop, which runs alone")
-        accelerated = functools.partial(_accelerate, tally=tally, team=team)
-        replayed = load_replay(model, index, roles, device, accelerated, team)
+        if model.previews:
+            raise ConfigError(f"previews: {index['_class_name']} is split by replaying its own loop, which is closed")
+        replayed = load_replay(model, index, roles, device, tally, team, component)
         return replayed, lambda own: rehearse(own, None, model.warmup, denoisers=1, tally=tally)
-    return _load_modular(model, index, present, roles, device, tally, team)
+    return _load_modular(model, index, present, roles, device, tally, team, component)
 
 
 def _load_modular(
@@ -97,6 +104,7 @@ def _load_modular(
     device: str,
     tally: Tally,
     team: Team | None,
+    component: LoadComponent,
 ) -> tuple[ModularRolePipeline, WarmUp]:
     folder = resolve_source(model.path)
     dtype: torch.dtype = getattr(torch, model.effective_dtype)
@@ -105,44 +113,55 @@ def _load_modular(
     blocks = pass_on(whole.blocks, family.pictures.as_given)
     parts = cut(type(whole).__name__, blocks, picture=begins_with_picture(index))
     needed = functools.partial(_needed, parts, present, _left_out(index), family.facts_only)
-    wanted = needed(roles)
-    folder = resolve_source(model.path, wanted)
+    owners = needed(roles)
+    shows = model.previews and Role.DENOISER in roles
+    folder = resolve_source(model.path, [*owners, "vae"] if shows else owners)
     stand_ins = {name: stand_in(folder, name, *entry, dtype) for name, entry in present.items()}
     _put(whole, {name: value for name, value in stand_ins.items() if value is not None})
-    family = family_of(type(whole).__name__)
     schema = build_schema(model.path, index, whole, parts, family, read_settings(folder))
+    schema = with_adapters(with_previews(schema) if model.previews else schema, model.loras)
     schema = with_defaults(schema, model.defaults)  # what cannot be is said before the weights are loaded
     sharing = None if team is None or Role.DENOISER not in roles else _sharing(team, whole, parts, stand_ins)
     text = None if team is None or team.wish.encoder_tp == 1 else TextSharing(team, present, stand_ins)
-    loaded = {
-        name: load_component(folder, name, present[name], model.components.get(name), dtype, torch.device(device))
-        for name in wanted
-    }
+    where = torch.device(device)
+
+    def load(name: str, home: torch.device) -> Any:
+        return component(folder, name, present[name], model.components.get(name), dtype, home)
+
+    def built(made: Mapping[str, Any], these: Iterable[Role]) -> dict[Role, LoadedRole]:
+        return {role: _role_pipeline(role, whole, index, parts, made, stand_ins) for role in these}
+
+    own = tuple(role for role in ROLES if role in roles)
+    loaded = {name: load(name, home_of(model, role, where)) for name, role in owners.items()}
+    adapted = [part.pipeline for part in built(loaded, own).values()] if model.loras else []
+    adapters = attach(model.loras, adapted, modules_of(loaded))
     clock = StepClock()
     batcher = ForwardBatcher() if model.batching else None
-    techniques = _accelerate(model, loaded, torch.device(device), dtype, tally, clock.memory, batcher, team)
+    techniques = outfit(
+        model, loaded, owners, where, dtype, tally, clock.memory, batcher, str if team is None else team.agree
+    )
     shared = None if sharing is None else sharing.share(loaded)
     techniques += (() if shared is None else shared.techniques) + (() if text is None else text.share(loaded))
     pipeline = ModularRolePipeline(
-        loaded={role: _role_pipeline(role, whole, index, parts, loaded, stand_ins) for role in ROLES if role in roles},
+        loaded=built(loaded, own),
         cut=parts,
         family=family,
         schema=schema,
-        fingerprint=fingerprint(device, dtype, model.components, techniques),
-        device=torch.device(device),
+        fingerprint=fingerprint(device, dtype, model.components, (*techniques, *identities(model.loras))),
+        device=where,
         clock=clock,
         batcher=batcher,
         shared=shared,
+        adapters=adapters,
+        projection=fit(loaded["vae"] if "vae" in loaded else load("vae", where), where) if shows else None,
     )
 
     def warm_up(own: RolePipeline) -> None:
         if not model.warmup:
             return
-        names = needed(tuple(role for role in ROLES if role not in roles))
-        made = ghosts(folder, names, present, dtype, torch.device(device))
-        before = pipeline.with_parts(
-            {role: _role_pipeline(role, whole, index, parts, made, stand_ins) for role in ROLES if role not in roles}
-        )
+        others = tuple(role for role in ROLES if role not in roles)
+        made = ghosts(folder, list(needed(others)), present, dtype, where)
+        before = pipeline.with_parts(built(made, others))
         denoisers = sum(name.startswith("transformer") for name in loaded)
         if batcher is not None:
             batcher.profiling = True
@@ -157,38 +176,6 @@ def _sharing(team: Team, whole: Any, parts: Cut, stand_ins: Mapping[str, Any]) -
     guided = any(hasattr(getattr(whole, name, None), "prepare_models") for name in whole.config_component_names)
     used = [spec.name for spec in parts.executed[Role.DENOISER].expected_components]
     return SharingPlan(team, stand_ins, used, guided=guided)
-
-
-def _accelerate(
-    model: ModelConfig,
-    loaded: Mapping[str, Any],
-    device: torch.device,
-    dtype: torch.dtype,
-    tally: Tally,
-    memory: StepMemory | None = None,
-    batcher: ForwardBatcher | None = None,
-    team: Team | None = None,
-) -> tuple[str, ...]:
-    """Make the loaded models faster as the profile allows; what is on, for the log and the fingerprint."""
-    techniques = accelerate(
-        {name: part for name, part in loaded.items() if isinstance(part, torch.nn.Module)},
-        device=device,
-        dtype=dtype,
-        profile=model.profile,
-        backend=model.attention_backend,
-        quantisation=model.quant,
-        prompts=PromptCache(max_bytes=model.prompt_cache_bytes, tally=tally) if model.prompt_cache_bytes else None,
-        batcher=batcher,
-        step_cache=model.step_cache,
-        memory=memory,
-        tally=tally,
-        cache_dir=model.cache_dir or default_folder(),
-        agree=str if team is None else team.agree,
-    )
-    for technique in techniques:
-        logger.info("%s: %s (%s)", technique.name, "on" if technique.on else "off", technique.why)
-    # Not the measured milliseconds: they differ from start to start, the bytes do not.
-    return tuple(f"{t.name} {t.why.partition(' (')[0].partition(',')[0]}" for t in techniques if t.on and not t.exact)
 
 
 def quiet_libraries() -> None:
@@ -237,9 +224,10 @@ def _needed(
     left_out: frozenset[str],
     facts_only: frozenset[str],
     roles: tuple[Role, ...],
-) -> list[str]:
-    """Components that the blocks of ``roles`` load from the checkpoint, in the order of their declaration."""
-    names: dict[str, None] = {}
+) -> dict[str, Role]:
+    """Components that the blocks of ``roles`` load from the checkpoint, in the order of their declaration, each with
+    the last role that uses it."""
+    names: dict[str, Role] = {}
     for role in roles:
         for spec in parts.executed[role].expected_components:
             if spec.default_creation_method != "from_pretrained":
@@ -250,8 +238,8 @@ def _needed(
                 if spec.name in left_out:
                     continue
                 raise ModelError(f"component {spec.name!r}, which the {role} needs, is not in the model's index")
-            names[spec.name] = None
-    return list(names)
+            names[spec.name] = role
+    return names
 
 
 def _put(pipeline: Any, components: Mapping[str, Any]) -> None:

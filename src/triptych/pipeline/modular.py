@@ -22,6 +22,8 @@ from triptych.pipeline.decode import sample_rate, to_clips, to_pixels
 from triptych.pipeline.families import Family
 from triptych.pipeline.frames import FrameStream
 from triptych.pipeline.guard import guarded
+from triptych.pipeline.lora import Adapters
+from triptych.pipeline.preview import PREVIEW, Projection, middle_frame
 from triptych.pipeline.request import complete, first_state, guider_settings
 from triptych.pipeline.shift import shifted
 from triptych.pipeline.stage import Clip, StageOutput, StageResult, StageRun
@@ -54,6 +56,8 @@ class ModularRolePipeline:
         clock: StepClock | None = None,
         batcher: ForwardBatcher | None = None,
         shared: SharedDenoiser | None = None,
+        adapters: Adapters | None = None,
+        projection: Projection | None = None,
     ) -> None:
         self._loaded = loaded
         self._cut = cut
@@ -64,6 +68,8 @@ class ModularRolePipeline:
         self._clock = clock or StepClock()
         self._batcher = batcher
         self._shared = shared
+        self.adapters = adapters or Adapters((), ())
+        self.projection = projection
         if family.exact_timestep and Role.DENOISER in loaded:
             for name, component in loaded[Role.DENOISER].pipeline.components.items():
                 if isinstance(component, torch.nn.Module) and name.startswith("transformer"):
@@ -176,7 +182,7 @@ class ModularRolePipeline:
         if role is Role.DENOISER:
             if self._shared is not None:
                 _share_guiders(view, self._shared)
-            return _DenoiseStage(self, SteppedBlock(view, loaded.blocks, state, self._clock))
+            return _DenoiseStage(self, SteppedBlock(view, loaded.blocks, state, self._clock), params)
         return _DecodeStage(self, role, view, state, params, streams=self._family.streams)
 
     def _received(self, role: Role, inputs: Sequence[tuple[bytes, Sequence[torch.Tensor]]]) -> Any:
@@ -267,6 +273,7 @@ class _WholeStage:
         with guarded(self._role):
             if state is None:
                 raise StageError(f"the {self._role} run is over")
+            self._owner.adapters.choose(self._owner.adapters.read(self._params))
             _, state = self._owner.blocks(self._role)(view, state)
             if self._role is Role.DECODER:
                 rate = sample_rate(view)
@@ -319,9 +326,11 @@ class _DecodeStage(_WholeStage):
 class _DenoiseStage:
     """Denoiser: one advance is one step."""
 
-    def __init__(self, owner: ModularRolePipeline, stepped: SteppedBlock) -> None:
+    def __init__(self, owner: ModularRolePipeline, stepped: SteppedBlock, params: Mapping[str, Any]) -> None:
         self._owner = owner
         self.stepped = stepped
+        self._adapters = owner.adapters.read(params)
+        self._params = params
 
     @property
     def step(self) -> int:
@@ -333,8 +342,16 @@ class _DenoiseStage:
 
     def advance(self) -> StageResult | None:
         with guarded(Role.DENOISER):
+            self._owner.adapters.choose(self._adapters)
             state = self.stepped.advance()
             return None if state is None else self._owner.denoised(state)
+
+    def preview(self) -> Callable[[], bytes] | None:
+        projection, latents = self._owner.projection, self.stepped.latents
+        if projection is None or latents is None or not self._params.get(PREVIEW):
+            return None
+        frame = middle_frame(latents, self._params["height"], self._params["width"])
+        return None if frame is None else projection.picture(frame)
 
     def checkpoint(self) -> Frozen | None:
         return self.stepped.checkpoint()

@@ -17,6 +17,7 @@ from triptych.pipeline.answers import OutputClasses, without_numbers
 from triptych.pipeline.codec import decode_state, encode_state
 from triptych.pipeline.decode import to_clips
 from triptych.pipeline.guard import guarded
+from triptych.pipeline.lora import Adapters
 from triptych.pipeline.randomness import Randomness
 from triptych.pipeline.recorder import RoleRun, Tape
 from triptych.pipeline.replay_schema import call_arguments, guider_changes
@@ -39,8 +40,16 @@ class ReplayModel:
 class ReplayRolePipeline:
     """`RolePipeline` of a classic pipeline. Roles of one process share weights, never state."""
 
-    def __init__(self, *, model: ReplayModel, pipelines: dict[Role, Any], owned: dict[Role, frozenset[str]]) -> None:
+    def __init__(
+        self,
+        *,
+        model: ReplayModel,
+        pipelines: dict[Role, Any],
+        owned: dict[Role, frozenset[str]],
+        adapters: Adapters | None = None,
+    ) -> None:
         self.model = model
+        self.adapters = adapters or Adapters((), ())
         self._pipelines = pipelines
         self._cast = {
             role: [
@@ -156,6 +165,7 @@ class _ReplayStage:
         self._owner = owner
         self._role = role
         self._fps = float(params.get("fps", 0))
+        self._adapters = owner.adapters.read(params)
         if role is Role.ENCODER:
             self._call, self._seed = call_arguments(owner.model.anatomy, params, images)
         else:
@@ -192,6 +202,7 @@ class _ReplayStage:
             if running is None:
                 raise StageError(f"the {self._role} run is over")
             running.parent = getcurrent()
+            self._owner.adapters.choose(self._adapters)
             try:
                 with self._randomness.installed():
                     result = running.switch()

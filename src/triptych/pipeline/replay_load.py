@@ -3,19 +3,22 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 import torch
 
 from triptych.accel.parallel.team import Team
+from triptych.accel.tally import Tally
 from triptych.config import ModelConfig
 from triptych.errors import ConfigError, ModelError
 from triptych.ids import ROLES, Role
 from triptych.pipeline.anatomy import Anatomy, anatomy_of
 from triptych.pipeline.answers import OutputClasses
 from triptych.pipeline.fingerprint import fingerprint
+from triptych.pipeline.lora import attach, identities, with_adapters
+from triptych.pipeline.outfit import home_of, modules_of, outfit
 from triptych.pipeline.replay import ReplayModel, ReplayRolePipeline
 from triptych.pipeline.replay_schema import build_replay_schema
 from triptych.pipeline.request import with_defaults
@@ -24,10 +27,7 @@ from triptych.pipeline.shadows import placed
 from triptych.pipeline.sharing import SharingPlan
 from triptych.pipeline.source import index_components, resolve_source
 from triptych.pipeline.standin import component_class, without_weights
-from triptych.pipeline.weights import load_component
-
-Accelerate = Callable[[ModelConfig, Mapping[str, Any], torch.device, torch.dtype], tuple[str, ...]]
-"""Makes loaded components faster in place, and says how for the fingerprint."""
+from triptych.pipeline.weights import LoadComponent, load_component
 
 
 def load_replay(
@@ -35,10 +35,12 @@ def load_replay(
     index: dict[str, Any],
     roles: tuple[Role, ...],
     device: str,
-    accelerate: Accelerate,
+    tally: Tally,
     team: Team | None = None,
+    component: LoadComponent = load_component,
 ) -> ReplayRolePipeline:
     """The classic pipeline that ``index`` names, with the weights of ``roles`` on ``device``, shared by ``team``.
+    ``component`` is what gives a component its weights.
 
     Raises `ModelError` for a class that cannot be split, with the reason, or a component that cannot be loaded.
     """
@@ -49,8 +51,8 @@ def load_replay(
     present = {name: entry for name, entry in index_components(index).items() if name in _takes(kind)}
     classes = {name: component_class(name, *entry) for name, entry in present.items()}
     owned = {role: owned_components(role, anatomy, classes) for role in ROLES if role in roles}
-    wanted = frozenset().union(*owned.values())
-    folder = resolve_source(model.path, wanted)
+    owners = {name: role for role, names in owned.items() for name in sorted(names)}
+    folder = resolve_source(model.path, owners)
     stand_ins: dict[str, Any] = {
         name: _stand_in(folder, name, entry, classes[name], dtype, where) for name, entry in present.items()
     }
@@ -59,16 +61,23 @@ def load_replay(
     # Its guidance is one forward of a doubled batch, so branches are not apart.
     sharing = None if team is None else SharingPlan(team, stand_ins, sorted(anatomy.denoisers), guided=False)
     loaded = {
-        name: _as_stock(load_component(folder, name, present[name], model.components.get(name), dtype, where))
-        for name in sorted(wanted)
+        name: _as_stock(
+            component(folder, name, present[name], model.components.get(name), dtype, home_of(model, role, where))
+        )
+        for name, role in sorted(owners.items())
     }
-    techniques = accelerate(model, loaded, where, dtype)
+
+    def built() -> dict[Role, Any]:
+        return {
+            role: _built(kind, index, stand_ins | {name: loaded[name] for name in names}, where)
+            for role, names in owned.items()
+        }
+
+    adapters = attach(model.loras, built().values() if model.loras else (), modules_of(loaded))
+    techniques = outfit(model, loaded, owners, where, dtype, tally, agree=str if team is None else team.agree)
     if sharing is not None:
         techniques += sharing.share(loaded).techniques
-    pipelines = {
-        role: _built(kind, index, stand_ins | {name: loaded[name] for name in names}, where)
-        for role, names in owned.items()
-    }
+    pipelines = built()
     settings = read_settings(folder)
     any_role = next(iter(pipelines.values()))
     schema = build_replay_schema(model.path, index, any_role, anatomy, settings)
@@ -76,12 +85,13 @@ def load_replay(
         model=ReplayModel(
             anatomy=anatomy,
             classes=OutputClasses(classes.values()),
-            schema=with_defaults(schema, model.defaults),
-            fingerprint=fingerprint(device, dtype, model.components, techniques),
+            schema=with_defaults(with_adapters(schema, model.loras), model.defaults),
+            fingerprint=fingerprint(device, dtype, model.components, (*techniques, *identities(model.loras))),
             device=where,
         ),
         pipelines=pipelines,
         owned=owned,
+        adapters=adapters,
     )
 
 

@@ -13,6 +13,7 @@ from triptych.errors import BadRequest, ConfigError
 from triptych.pipeline.families import Family
 from triptych.pipeline.names import COUNT_INPUTS, GUIDERS, STAGE_STEPS
 from triptych.pipeline.pictures import opened
+from triptych.wire.adapters import read_adapters
 from triptych.wire.schema import Param, RequestSchema
 
 _STATE_NAMES = (
@@ -109,7 +110,12 @@ def _checked(param: Param, value: Any) -> Any:
         return None
     if not _has_type(param, value):
         raise BadRequest(name, f"{name}={value!r}: must be of type {param.type}")
-    if param.choices and value not in param.choices:
+    if param.type == "adapters":
+        try:
+            read_adapters(value, param.choices)
+        except ValueError as error:
+            raise BadRequest(name, f"{name}={value!r}: {error}") from error
+    elif param.choices and value not in param.choices:
         raise BadRequest(name, f"{name}={value!r}: must be one of {', '.join(param.choices)}")
     if param.max_length is not None and isinstance(value, (str, list)) and len(value) > param.max_length:
         raise BadRequest(name, f"{name}: {len(value)} long, at most {param.max_length} are allowed")
@@ -130,6 +136,8 @@ def _has_type(param: Param, value: Any) -> bool:
             return isinstance(value, bool)
         case "image" | "video":
             return isinstance(value, dict) and set(value) == {"blob"}
+        case "adapters":
+            return isinstance(value, str)
         case "images":
             return isinstance(value, list) and all(isinstance(item, dict) and set(item) == {"blob"} for item in value)
 

@@ -115,6 +115,18 @@ class Together(Protocol):
         ...
 
 
+@runtime_checkable
+class Previewing(Protocol):
+    """A `StageRun` that can show what it has so far."""
+
+    def preview(self) -> Callable[[], bytes] | None:
+        """What makes a small WebP picture, in any thread; None when none was asked for or there is nothing to show.
+
+        To be called between two steps. It copies the little that it needs and waits for nothing.
+        """
+        ...
+
+
 class RolePipeline(Protocol):
     """The roles of one pipeline that this process has loaded."""
 

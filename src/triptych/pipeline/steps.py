@@ -112,6 +112,12 @@ class SteppedBlock:
             self._baseline = None
             return None
 
+    @property
+    def latents(self) -> torch.Tensor | None:
+        """What the loop has made so far; None unless it stands between two steps."""
+        latents = None if self._here is None else getattr(self._here[1], "latents", None)
+        return latents if isinstance(latents, torch.Tensor) else None
+
     def restore(self, saved: Saved) -> None:
         """Go on from ``saved`` instead of from the beginning; to be called before the first `advance`."""
         if self._begun:

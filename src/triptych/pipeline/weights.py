@@ -5,8 +5,9 @@ from __future__ import annotations
 import logging
 import tempfile
 import time
+from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeAlias
 
 import torch
 
@@ -16,6 +17,9 @@ from triptych.pipeline.standin import component_class, meta_module
 log = logging.getLogger(__name__)
 
 SAFETENSORS = ".safetensors"
+
+LoadComponent: TypeAlias = Callable[[Path, str, tuple[str, str], str | None, torch.dtype, torch.device], Any]
+"""What `load_component` is, or stands in for it."""
 
 
 def load_component(

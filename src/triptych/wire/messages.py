@@ -15,6 +15,8 @@ from triptych.ids import CopyId, Epoch, InstanceId, RequestId, Role
 from triptych.wire.manifest import Manifest
 from triptych.wire.schema import RequestSchema
 
+MAX_PREVIEW_BYTES = 32 << 10
+
 PROTOCOL_VERSION = 1
 
 ID_LENGTH = 256
@@ -158,6 +160,8 @@ class Progress(_FromInstance, frozen=True, tag="progress"):
     lease: Lease
     step: int
     steps: int
+    preview: Annotated[bytes, msgspec.Meta(max_length=MAX_PREVIEW_BYTES)] = b""
+    """A small picture (WebP) of the result so far; empty when there is none that is new."""
 
 
 class Checkpointed(_FromInstance, frozen=True, tag="checkpointed"):

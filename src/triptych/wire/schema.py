@@ -7,7 +7,8 @@ from typing import Any, Literal
 
 import msgspec
 
-ParamType = Literal["string", "integer", "number", "boolean", "image", "images", "video"]
+ParamType = Literal["string", "integer", "number", "boolean", "image", "images", "video", "adapters"]
+"""``adapters`` is a text as `triptych.wire.adapters` reads it; its choices are the names."""
 
 
 class Param(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):

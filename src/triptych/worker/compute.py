@@ -20,7 +20,16 @@ from triptych.core.instance_events import ComputeStarted, Ended, Stepped
 from triptych.errors import StageError
 from triptych.ids import Role
 from triptych.pipeline.frames import FrameStream
-from triptych.pipeline.stage import Clip, Resumable, RolePipeline, StageResult, StageRun, Streaming, Together
+from triptych.pipeline.stage import (
+    Clip,
+    Previewing,
+    Resumable,
+    RolePipeline,
+    StageResult,
+    StageRun,
+    Streaming,
+    Together,
+)
 from triptych.transport.data.protocol import Payload
 from triptych.worker.failure import failed, stopped
 from triptych.worker.jobs import (
@@ -31,9 +40,11 @@ from triptych.worker.jobs import (
     Loaded,
     MediaJob,
     Post,
+    PreviewJob,
     StageJob,
     Ticket,
 )
+from triptych.worker.preview import PreviewThread
 from triptych.worker.threads import WorkerThread
 
 log = logging.getLogger(__name__)
@@ -78,6 +89,7 @@ class ComputeThread(WorkerThread[ComputeJob]):
         post: Callable[[Post], None],
         stage: Callable[[StageJob | CheckpointJob], None],
         encode: Callable[[MediaJob], None],
+        show: PreviewThread | None = None,
     ) -> None:
         super().__init__("compute", post)
         self._load = load
@@ -88,6 +100,7 @@ class ComputeThread(WorkerThread[ComputeJob]):
         self._identity = identity
         self._stage = stage
         self._encode = encode
+        self._show = show
         self._waiting: deque[ComputeJob] = deque()
         self._running: deque[_Running] = deque()
         self._in_flight: SimpleQueue[torch.cuda.Event] = SimpleQueue()
@@ -242,11 +255,20 @@ class ComputeThread(WorkerThread[ComputeJob]):
         if running.run.step != running.step:
             running.step = running.run.step
             self._post(Stepped(lease=ticket.lease, step=running.step, steps=running.run.steps))
+            self._preview(running)
         if result is None:
             self._running.append(running)
             self._save_if_due(running)
         else:
             self._hand_on(running, result)
+
+    def _preview(self, running: _Running) -> None:
+        """Have a picture made elsewhere, if one is wanted and the thread for it has nothing to do."""
+        run = running.run
+        if self._show is None or not isinstance(run, Previewing) or not self._show.idle:
+            return
+        if (make := run.preview()) is not None:
+            self._show.put(PreviewJob(ticket=running.ticket, step=running.step, steps=run.steps, make=make))
 
     def _save_if_due(self, running: _Running) -> None:
         interval = self._checkpoint_interval

@@ -13,6 +13,7 @@ from triptych.transport.data.protocol import DataPlane
 from triptych.worker.compute import ComputeThread
 from triptych.worker.encoding import MediaThread
 from triptych.worker.jobs import Close, ComputeJob, Identity, KeepJob, Post, PullJob
+from triptych.worker.preview import PreviewThread
 from triptych.worker.transfer import PullThread, StageThread
 
 _MOST_PULLERS: Final = 4
@@ -20,7 +21,7 @@ _MOST_PULLERS: Final = 4
 
 
 class Crew:
-    """One compute, one stage and one media thread, and a puller for each slot up to four.
+    """One compute, one stage, one media and one preview thread, and a puller for each slot up to four.
 
     Jobs flow compute → stage or media; everything is posted to control by ``post``.
     """
@@ -40,6 +41,7 @@ class Crew:
     ) -> None:
         self._media = MediaThread(identity=identity, post=post)
         self._stage = StageThread(plane=plane, device=device, identity=identity, post=post)
+        self._show = PreviewThread(post=post)
         self._compute = ComputeThread(
             load=load,
             device=device,
@@ -50,13 +52,14 @@ class Crew:
             post=post,
             stage=self._stage.put,
             encode=self._media.put,
+            show=self._show,
         )
         pulls: SimpleQueue[PullJob | KeepJob | Close] = SimpleQueue()
         self._pullers = [
             PullThread(number, plane=plane, device=device, identity=identity, post=post, jobs=pulls)
             for number in range(min(slots, _MOST_PULLERS))
         ]
-        self._threads = (self._compute, self._stage, self._media, *self._pullers)
+        self._threads = (self._compute, self._stage, self._media, self._show, *self._pullers)
 
     def start(self) -> None:
         """Start every thread; the compute thread begins to load the model."""

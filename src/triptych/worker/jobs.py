@@ -7,6 +7,7 @@ so a cancelled lease ends exactly once, wherever it is.
 from __future__ import annotations
 
 import threading
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any, TypeAlias
 
@@ -106,6 +107,16 @@ class MediaJob:
     def seconds(self) -> float:
         """What the decoding took; to be asked once all frames were read."""
         return self.compute_seconds + sum(c.frames.seconds for c in self.clips if isinstance(c.frames, FrameStream))
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class PreviewJob:
+    """Make a picture of what a stage has after ``step`` of ``steps``."""
+
+    ticket: Ticket
+    step: int
+    steps: int
+    make: Callable[[], bytes]
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,0 +1,176 @@
+"""LoRA adapters of one loaded pipeline: put into its layers at launch, chosen anew for every step of every request.
+
+Diffusers' own loaders do the loading, so whatever layout they can read is read. They are given a file that holds only
+what belongs to the models here (text encoders live in another process than the denoiser), and in which an alpha that
+is stored beside each layer is already in the weights, because not every layout may have one there.
+
+The adapters that are at work belong to the models, which requests share. So a stage chooses its own before it computes
+anything, and again at each step, because another request may have had a turn in between.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import tempfile
+import warnings
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import torch
+
+from triptych.config import Lora
+from triptych.errors import ConfigError, ModelError
+from triptych.wire.adapters import read_adapters
+from triptych.wire.schema import Param, RequestSchema
+
+PARAM = "lora"
+"""The request parameter that names adapters."""
+
+_TEXT_ENCODER = ("text_encoder", "lora_te")
+"""How the names of a text encoder's tensors begin, in the layouts that have any."""
+_KOHYA = ("lora_unet_", "lora_te")
+"""Layouts whose converters expect an alpha beside each layer."""
+_UP = (".lora_up.weight", ".lora_B.weight", ".lora_B.default.weight", ".lora.up.weight")
+_DOWN = (".lora_down.weight", ".lora_A.weight", ".lora_A.default.weight", ".lora.down.weight")
+
+Choice = tuple[tuple[str, float], ...]
+"""Adapters at work with their scales, in the order in which they add up."""
+
+
+class Adapters:
+    """The adapters of a pipeline's models, and which of them are at work now. Used from the compute thread only."""
+
+    def __init__(self, loras: Sequence[Lora], models: Sequence[torch.nn.Module]) -> None:
+        self._scales = {lora.name: lora.scale for lora in loras}
+        self._models = models
+        self._chosen: Choice | None = None
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """What requests may name."""
+        return tuple(self._scales)
+
+    def read(self, params: Mapping[str, Any]) -> Choice:
+        """What a request's complete parameters choose."""
+        text = params.get(PARAM)
+        if text is None:
+            return ()
+        adapters = read_adapters(text, self._scales)
+        return tuple((a.name, self._scales[a.name] if a.scale is None else a.scale) for a in adapters)
+
+    def choose(self, choice: Choice) -> None:
+        """Have exactly these at work in all models; nothing to do where they are already."""
+        if choice == self._chosen:
+            return
+        from diffusers.utils.peft_utils import set_adapter_layers, set_weights_and_activate_adapters
+
+        self._chosen = None  # should one of the models fail half way
+        for model in self._models:
+            here: Mapping[str, Any] = getattr(model, "peft_config", {})
+            own = [(name, scale) for name, scale in choice if name in here]
+            if own:
+                set_adapter_layers(model, enabled=True)
+                set_weights_and_activate_adapters(model, [name for name, _ in own], [scale for _, scale in own])
+            else:
+                set_adapter_layers(model, enabled=False)
+        self._chosen = choice
+
+
+def with_adapters(schema: RequestSchema, loras: Sequence[Lora]) -> RequestSchema:
+    """``schema`` with the parameter that chooses among ``loras``; as it was where there are none."""
+    if not loras:
+        return schema
+    names = tuple(lora.name for lora in loras)
+    text = "LoRA adapters: NAME or NAME:SCALE, several with commas between."
+    param = Param(name=PARAM, type="adapters", nullable=True, choices=names, description=text)
+    return msgspec.structs.replace(schema, params=(*schema.params, param))
+
+
+def attach(loras: Sequence[Lora], pipelines: Iterable[Any], models: Mapping[str, torch.nn.Module]) -> Adapters:
+    """Load ``loras`` into those of ``models`` (by component name) that a role's pipeline has, for use by request.
+
+    Raises `ConfigError` for a pipeline that takes none, `ModelError` for a file that does not fit.
+    """
+    wanted = {name: model for name, model in models.items() if name.startswith(("transformer", "unet", "text_encoder"))}
+    for lora in loras:
+        for pipeline in pipelines:
+            own = {name for name, model in wanted.items() if getattr(pipeline, name, None) is model}
+            if own:
+                _load(lora, pipeline, own)
+    adapters = Adapters(loras, [model for model in wanted.values() if hasattr(model, "peft_config")])
+    adapters.choose(())
+    return adapters
+
+
+def _load(lora: Lora, pipeline: Any, own: set[str]) -> None:
+    if not hasattr(pipeline, "load_lora_weights"):
+        raise ConfigError(f"lora {lora.name}: Diffusers loads no LoRA into {type(pipeline).__name__}")
+    from safetensors import SafetensorError
+    from safetensors.torch import save_file
+
+    try:
+        tensors, metadata = _read(lora, own)
+        if not tensors:
+            return
+        with tempfile.TemporaryDirectory(prefix="triptych-lora-") as folder, warnings.catch_warnings():
+            warnings.filterwarnings("ignore", "Already found a `peft_config`")  # several adapters are what is wanted
+            file = Path(folder) / "lora.safetensors"
+            save_file(tensors, file, metadata)
+            pipeline.load_lora_weights(
+                folder, weight_name=file.name, adapter_name=lora.name, use_safetensors=True, local_files_only=True
+            )
+    except (OSError, ValueError, RuntimeError, KeyError, TypeError, AttributeError, SafetensorError) as error:
+        raise ModelError(f"lora {lora.name}: {lora.path!r} cannot be loaded: {error}") from error
+    if not any(lora.name in getattr(getattr(pipeline, name), "peft_config", {}) for name in own):
+        raise ModelError(f"lora {lora.name}: {lora.path!r} has nothing for {', '.join(sorted(own))}")
+
+
+def _read(lora: Lora, own: set[str]) -> tuple[dict[str, torch.Tensor], dict[str, str]]:
+    """The file's tensors that concern components ``own``, with every alpha in the weights, and its metadata."""
+    from safetensors import safe_open
+
+    text = any(name.startswith("text_encoder") for name in own)
+    rest = any(not name.startswith("text_encoder") for name in own)
+    tensors: dict[str, torch.Tensor] = {}
+    with safe_open(Path(lora.path).expanduser(), "pt") as file:
+        for key in file.keys():  # noqa: SIM118, it is no mapping
+            if text if key.startswith(_TEXT_ENCODER) else rest:
+                tensors[key] = file.get_tensor(key)
+        metadata = dict(file.metadata() or {})
+    return fold_alphas(tensors), metadata
+
+
+def fold_alphas(tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """``tensors`` with alpha over rank multiplied into each second matrix, whose alpha is then its rank.
+
+    Raises `ValueError` for an alpha without its matrices.
+    """
+    folded = dict(tensors)
+    for key in [key for key in tensors if key.endswith(".alpha")]:
+        layer = key.removesuffix(".alpha")
+        up = next((layer + end for end in _UP if layer + end in tensors), None)
+        down = next((layer + end for end in _DOWN if layer + end in tensors), None)
+        if up is None or down is None:
+            raise ValueError(f"{key} belongs to no layer")
+        rank = tensors[down].shape[0]
+        folded[up] = tensors[up] * (tensors[key].item() / rank)
+        if key.startswith(_KOHYA):
+            folded[key] = torch.full_like(tensors[key], rank)
+        else:
+            del folded[key]
+    return folded
+
+
+def identities(loras: Sequence[Lora]) -> tuple[str, ...]:
+    """What of the adapters' files changes results, for the fingerprint. Raises `ModelError` for an unreadable file."""
+    found: list[str] = []
+    for lora in loras:
+        try:
+            with Path(lora.path).expanduser().open("rb") as file:
+                digest = hashlib.file_digest(file, "sha256").hexdigest()
+        except OSError as error:
+            raise ModelError(f"lora {lora.name}: {lora.path!r} cannot be read: {error}") from error
+        found.append(f"lora {lora.name} {digest[:12]} {lora.scale!r}")
+    return tuple(found)

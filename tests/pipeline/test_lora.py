@@ -1,0 +1,279 @@
+"""LoRA adapters: the bytes of the classic pipeline with the same adapters, whatever other requests do in between."""
+
+from __future__ import annotations
+
+import json
+import warnings
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from triptych.config import Lora, ModelConfig
+from triptych.errors import BadRequest, ConfigError, ModelError
+from triptych.ids import ROLES, Role
+from triptych.pipeline.load import load_pipeline
+from triptych.pipeline.lora import Adapters, fold_alphas
+
+from .classic_harness import REQUESTS, TOLERATED
+from .harness import Inbox, Trio, frames_of, post
+
+pytestmark = TOLERATED
+
+REQUEST: dict[str, Any] = {
+    "prompt": "a cat", "height": 32, "width": 32, "num_frames": 5, "num_inference_steps": 3, "max_sequence_length": 32,
+    "seed": 4,
+}  # fmt: skip
+LAYERS = {"blocks.0.attn1.to_q": (48, 48), "blocks.1.ffn.net.2": (48, 64), "blocks.1.attn2.to_v": (48, 48)}
+RANK = 4
+
+Checkpoint = Callable[[str], Path]
+
+
+@pytest.fixture(autouse=True)
+def no_gradients() -> None:
+    torch.set_grad_enabled(False)
+
+
+def tensors(seed: int, layers: dict[str, tuple[int, int]] = LAYERS, prefix: str = "transformer.") -> dict[str, Any]:
+    generator = torch.Generator().manual_seed(seed)
+    made: dict[str, Any] = {}
+    for layer, (wide, narrow) in layers.items():
+        made[f"{prefix}{layer}.lora_A.weight"] = torch.randn(RANK, narrow, generator=generator)
+        made[f"{prefix}{layer}.lora_B.weight"] = torch.randn(wide, RANK, generator=generator)
+    return made
+
+
+@pytest.fixture(scope="module")
+def files(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
+    folder = tmp_path_factory.mktemp("loras")
+    found: dict[str, str] = {}
+    for name, seed in (("fox", 1), ("snow", 2)):
+        found[name] = str(folder / f"{name}.safetensors")
+        save_file(tensors(seed), found[name])
+    return found
+
+
+@pytest.fixture(scope="module")
+def trio(checkpoint: Checkpoint, files: dict[str, str]) -> Trio:
+    loras = (Lora(name="fox", path=files["fox"]), Lora(name="snow", path=files["snow"], scale=0.5))
+    config = ModelConfig(path=str(checkpoint("wan_t2v")), device="cpu", loras=loras)
+    return Trio.of({role: load_pipeline(config, (role,), "cpu") for role in ROLES})  # type: ignore[misc]
+
+
+@pytest.fixture(scope="module")
+def whole(checkpoint: Checkpoint, files: dict[str, str]) -> Any:
+    from diffusers import DiffusionPipeline
+
+    pipeline: Any = DiffusionPipeline.from_pretrained(str(checkpoint("wan_t2v")))
+    pipeline.set_progress_bar_config(disable=True)
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "Already found a `peft_config`")
+        for name, file in files.items():
+            pipeline.load_lora_weights(file, adapter_name=name)
+    return pipeline
+
+
+def expected(whole: Any, names: list[str], scales: list[float]) -> np.ndarray[Any, Any]:
+    if names:
+        whole.enable_lora()
+        whole.set_adapters(names, scales)
+    else:
+        whole.disable_lora()
+    generator = torch.Generator("cpu").manual_seed(REQUEST["seed"])
+    request = {name: value for name, value in REQUEST.items() if name != "seed"}
+    return frames_of(whole(**request, generator=generator, output_type="pil").frames[0])
+
+
+CASES = [
+    (None, [], []),
+    ("fox", ["fox"], [1.0]),
+    ("snow", ["snow"], [0.5]),
+    ("fox:0.25,snow:-1.5", ["fox", "snow"], [0.25, -1.5]),
+]
+
+
+def test_each_choice_gives_the_bytes_of_the_classic_pipeline_with_it(trio: Trio, whole: Any) -> None:
+    seen: list[np.ndarray[Any, Any]] = []
+    for text, names, scales in CASES:
+        (clip,) = trio.generate({**REQUEST, "lora": text})
+        assert np.array_equal(clip.frames, expected(whole, names, scales)), text
+        assert not any(np.array_equal(clip.frames, other) for other in seen), f"{text} changed nothing"
+        seen.append(clip.frames)
+
+
+def test_interleaved_requests_keep_their_own_adapters(trio: Trio) -> None:
+    alone = [trio.generate({**REQUEST, "lora": text})[0].frames for text, _, _ in CASES]
+    inboxes = [trio.encoded({**REQUEST, "lora": text}) for text, _, _ in CASES]
+    runs = [
+        trio.start(Role.DENOISER, {**REQUEST, "lora": text}, inbox)
+        for (text, _, _), inbox in zip(CASES, inboxes, strict=True)
+    ]
+    for _ in range(REQUEST["num_inference_steps"]):
+        for run, inbox in zip(runs, inboxes, strict=True):
+            if (result := run.advance()) is not None:
+                post(result, inbox)
+    for (text, _, _), inbox, lone in zip(CASES, inboxes, alone, strict=True):
+        (clip,) = trio.stage(Role.DECODER, {**REQUEST, "lora": text}, inbox).clips
+        assert np.array_equal(clip.frames, lone), text
+
+
+def test_adapters_are_set_only_when_they_change(trio: Trio, monkeypatch: pytest.MonkeyPatch) -> None:
+    from peft.tuners.lora import LoraLayer
+
+    changes: list[str] = []
+    real = LoraLayer.set_scale
+    monkeypatch.setattr(
+        LoraLayer, "set_scale", lambda self, name, scale: (changes.append(name), real(self, name, scale))[1]
+    )
+    inbox: Inbox = trio.encoded({**REQUEST, "lora": "fox"})
+    run = trio.start(Role.DENOISER, {**REQUEST, "lora": "fox:0.3"}, inbox)
+    run.advance()
+    first = len(changes)
+    assert first == len(LAYERS)
+    run.advance()
+    assert len(changes) == first
+    run.cancel()
+
+
+@pytest.fixture
+def denoiser(checkpoint: Checkpoint) -> Callable[[Lora], Any]:
+    def load(lora: Lora) -> Any:
+        config = ModelConfig(path=str(checkpoint("wan_t2v")), device="cpu", loras=(lora,))
+        return load_pipeline(config, (Role.DENOISER,), "cpu")
+
+    return load
+
+
+def scales(pipeline: Any) -> Iterator[float]:
+    """How much each layer of the adapter at work adds, as a multiple of its matrices' product."""
+    pipeline.adapters.choose((("odd", 1.0),))
+    for module in pipeline.component(Role.DENOISER, "transformer").modules():
+        if hasattr(module, "scaling"):
+            yield module.scaling["odd"]
+
+
+def test_an_alpha_in_the_header_counts(denoiser: Callable[[Lora], Any], tmp_path: Path) -> None:
+    header = {"transformer.r": RANK, "transformer.lora_alpha": 2 * RANK, "transformer.target_modules": list(LAYERS)}
+    file = tmp_path / "odd.safetensors"
+    save_file(tensors(3), file, {"format": "pt", "lora_adapter_metadata": json.dumps(header)})
+    assert list(scales(denoiser(Lora(name="odd", path=str(file))))) == [2.0] * len(LAYERS)
+
+
+@pytest.mark.parametrize("prefix", ["transformer.", "diffusion_model."])
+def test_an_alpha_beside_a_layer_counts(denoiser: Callable[[Lora], Any], tmp_path: Path, prefix: str) -> None:
+    """Diffusers refuses the first layout when it has alphas."""
+    layers = {"blocks.0.self_attn.q": (48, 48), "blocks.1.ffn.2": (48, 64)} if prefix != "transformer." else LAYERS
+    plain = tensors(3, layers, prefix)
+    file = tmp_path / "odd.safetensors"
+    save_file(plain | {f"{prefix}{layer}.alpha": torch.tensor(2.0) for layer in layers}, file)
+    pipeline = denoiser(Lora(name="odd", path=str(file)))
+    assert list(scales(pipeline)) == [1.0] * len(layers)
+    block = pipeline.component(Role.DENOISER, "transformer").blocks[0]
+    first = next(iter(layers))
+    added = block.attn1.to_q.lora_B["odd"].weight @ block.attn1.to_q.lora_A["odd"].weight
+    wanted = plain[f"{prefix}{first}.lora_B.weight"] @ plain[f"{prefix}{first}.lora_A.weight"] * (2.0 / RANK)
+    assert torch.allclose(added, wanted)
+
+
+def test_folding_keeps_the_product_and_tells_converters_that_nothing_is_left_to_do() -> None:
+    up, down = torch.ones(3, 2), torch.ones(2, 3)
+    key = "lora_unet_blocks_0_attn"
+    folded = fold_alphas(
+        {f"{key}.lora_up.weight": up, f"{key}.lora_down.weight": down, f"{key}.alpha": torch.tensor(1.0)}
+    )
+    assert torch.equal(folded[f"{key}.lora_up.weight"], up / 2)
+    assert folded[f"{key}.alpha"].item() == 2
+    with pytest.raises(ValueError, match=r"x\.alpha belongs to no layer"):
+        fold_alphas({"x.alpha": torch.tensor(1.0)})
+
+
+def test_an_unknown_name_is_the_callers_mistake_and_the_list_is_told(trio: Trio) -> None:
+    for role in ROLES:
+        param = trio.pipelines[role].schema.param("lora")
+        assert param is not None
+        assert param.choices == ("fox", "snow")
+    with pytest.raises(BadRequest, match="'bear' is none of the adapters served here: fox, snow"):
+        trio.encoded({**REQUEST, "lora": "bear"})
+
+
+def test_a_model_without_adapters_takes_none(checkpoint: Checkpoint) -> None:
+    config = ModelConfig(path=str(checkpoint("wan_t2v")), device="cpu")
+    assert load_pipeline(config, (Role.DECODER,), "cpu").schema.param("lora") is None
+
+
+@pytest.mark.parametrize(
+    ("content", "complaint"),
+    [
+        (b"not safetensors", "lora odd: .* cannot be loaded"),
+        ({"transformer.nowhere.lora_A.weight": torch.ones(4, 4), "transformer.nowhere.lora_B.weight": torch.ones(4, 4)},
+         "lora odd"),
+        (None, "lora odd: .* cannot be loaded"),
+    ],
+)  # fmt: skip
+def test_a_file_that_does_not_fit_is_named(
+    denoiser: Callable[[Lora], Any], tmp_path: Path, content: Any, complaint: str
+) -> None:
+    file = tmp_path / "odd.safetensors"
+    if isinstance(content, bytes):
+        file.write_bytes(content)
+    elif content is not None:
+        save_file(content, file)
+    with pytest.raises(ModelError, match=complaint):
+        denoiser(Lora(name="odd", path=str(file)))
+
+
+def test_the_fingerprint_knows_the_files(
+    denoiser: Callable[[Lora], Any], files: dict[str, str], tmp_path: Path
+) -> None:
+    one = denoiser(Lora(name="odd", path=files["fox"])).fingerprint
+    other = tmp_path / "other.safetensors"
+    save_file(load_file(files["snow"]), other)
+    assert denoiser(Lora(name="odd", path=str(other))).fingerprint != one
+
+
+def test_replayed_pipelines_switch_adapters_too(classic_checkpoint: Checkpoint, tmp_path: Path) -> None:
+    from diffusers import DiffusionPipeline
+
+    folder = classic_checkpoint("cogvideox_t2v")
+    probe: Any = DiffusionPipeline.from_pretrained(str(folder))
+    linear = probe.transformer.get_submodule("transformer_blocks.0.attn1.to_q")
+    layers = {"transformer_blocks.0.attn1.to_q": (linear.out_features, linear.in_features)}
+    file = tmp_path / "fox.safetensors"
+    save_file(tensors(5, layers), file)
+    probe.load_lora_weights(str(file), adapter_name="fox")
+    probe.set_adapters(["fox"], [0.5])
+    probe.set_progress_bar_config(disable=True)
+    request = dict(REQUESTS["cogvideox_t2v"])
+    generator = torch.Generator("cpu").manual_seed(4)
+    wanted = frames_of(probe(**request, generator=generator, output_type="pil").frames[0])
+    config = ModelConfig(path=str(folder), device="cpu", loras=(Lora(name="fox", path=str(file), scale=0.5),))
+    pipeline: Any = load_pipeline(config, ROLES, "cpu")
+    trio = Trio.of(dict.fromkeys(ROLES, pipeline))
+    plain = trio.generate({**request, "seed": 4})[0].frames
+    (clip,) = trio.generate({**request, "seed": 4, "lora": "fox"})
+    assert np.array_equal(clip.frames, wanted)
+    assert not np.array_equal(plain, wanted)
+    assert np.array_equal(trio.generate({**request, "seed": 4})[0].frames, plain)
+
+
+def test_options_that_would_mix_adapters_up_are_refused() -> None:
+    lora = Lora(name="fox", path="fox.safetensors")
+    for settings, complaint in (
+        ({"profile": "lossless"}, "lora: needs profile stock"),
+        ({"batching": True}, "lora and batching"),
+        ({"loras": (lora, lora)}, "lora fox: given twice"),
+    ):
+        with pytest.raises(ConfigError, match=complaint):
+            ModelConfig(**{"path": "tiny", "loras": (lora,), **settings})  # type: ignore[arg-type]
+    assert Adapters((lora,), ()).names == ("fox",)
+
+
+@pytest.mark.parametrize("said", [{"name": "a.b"}, {"path": "fox.bin"}, {"scale": 11.0}, {"name": ""}])
+def test_an_adapter_must_have_a_plain_name_a_safe_file_and_a_sane_scale(said: dict[str, Any]) -> None:
+    with pytest.raises(ConfigError, match="lora"):
+        Lora(**{"name": "fox", "path": "fox.safetensors", **said})
