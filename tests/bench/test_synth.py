@@ -64,3 +64,8 @@ def test_a_written_folder_loads(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
 def test_a_shape_says_how_it_is_written(text: str) -> None:
     with pytest.raises(ConfigError, match="must look like 832x480x81"):
         parse_shape("--shape", text)
+
+
+def test_a_text_encoder_in_bfloat16_is_bfloat16_throughout_as_it_is_when_loaded() -> None:
+    model = synth.build("wan2.1-t2v-1.3b", "text_encoder", torch.device("meta"), torch.bfloat16)
+    assert {parameter.dtype for parameter in model.parameters()} == {torch.bfloat16}

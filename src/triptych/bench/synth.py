@@ -136,7 +136,9 @@ def build(name: str, component: str, device: torch.device, dtype: torch.dtype) -
             model: nn.Module = make()
     finally:
         torch.set_default_dtype(before)
-    keep: list[str] = getattr(cls, "_keep_in_fp32_modules", None) or []
+    # Transformers keeps these in float32 only beside float16, Diffusers also beside bfloat16.
+    kept = library == "diffusers" or dtype == torch.float16
+    keep: list[str] = getattr(cls, "_keep_in_fp32_modules", None) or [] if kept else []
     for path, parameter in model.named_parameters():
         if any(part in keep for part in path.split(".")):
             parameter.data = parameter.data.float()
