@@ -18,8 +18,9 @@ TORCH_INDEX ?=
 demo: $(READY)
 	$(BIN)/triptych demo --output outputs/demo.mp4
 
+# Two at a time, each with one thread: with more they would get in each other's way on two cores.
 test: $(READY)
-	$(BIN)/python -m pytest -m "not gpu and not chaos and not vision" -n 2 --dist loadfile
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -m "not gpu and not chaos and not vision" -n 2 --dist loadfile
 
 test-vision: $(VISION_READY)
 	$(VISION)/bin/python -m pytest -m "vision and not gpu"
