@@ -241,7 +241,7 @@ async def test_a_key_is_refused_for_another_order_also_after_a_restart(estate: E
 
 
 async def test_a_key_is_free_when_its_request_was_refused_or_its_job_is_forgotten(estate: Estate) -> None:
-    with pytest.raises(Exception, match="no instance has registered"):
+    with pytest.raises(Exception, match="no encoder has registered"):
         await estate.submit(idempotency_key=KEY)
     estate.add()
     await estate.ready()

@@ -48,7 +48,7 @@ async def test_many_requests_at_once_all_end_done(house: House) -> None:
 
 async def test_before_an_instance_has_registered_requests_are_refused_with_503(house: House) -> None:
     assert house.service.schema() is None
-    with pytest.raises(NotReady, match="no instance has registered") as caught:
+    with pytest.raises(NotReady, match="no encoder has registered") as caught:
         await house.service.submit({"prompt": "x"}, output="video")
     assert caught.value.status == 503
     house.add()
@@ -68,8 +68,10 @@ async def test_a_request_waits_for_a_role_that_comes_later(house: House) -> None
 
 
 async def test_a_paused_job_waits_until_it_is_resumed_and_others_pass_it(house: House) -> None:
-    house.add(DECODER)
+    encoder = house.add(ENCODER)
     await house.instances(1)
+    encoder.leave()
+    house.add(DECODER)
     record = await house.service.submit({"prompt": "x"}, output="video")
     assert house.service.pause(record.id).view.paused
     house.add(ENCODER, DENOISER)

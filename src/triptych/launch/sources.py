@@ -68,6 +68,8 @@ def read_file(path: Path) -> tuple[dict[str, Any], tuple[str, ...]]:
     """The options that a config file says, and notes on what in it has no effect. Raises `ConfigError`."""
     entries = _parsed(path)
     own = {key: value for key, value in entries.items() if key.replace("-", "_") in BY_NAME}
+    if entries.keys() - own.keys():  # a published file, whose keys mean what they mean there
+        own = {key: value for key, value in own.items() if key not in KEYS}
     foreign = {key: value for key, value in entries.items() if key not in own}
     for key in foreign:
         if key not in KEYS:

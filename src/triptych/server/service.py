@@ -164,7 +164,7 @@ class DiffusionService:
     async def _accept(self, order: Order, key: IdempotencyKey | None) -> RequestId:
         shell = self._live_shell()
         if self.schema() is None:
-            raise NotReady("no instance has registered yet, so it is not known what the model accepts")
+            raise NotReady("no encoder has registered yet, so it is not known what the model accepts")
         entry = await self._keeper.accept(order, key)
         if order.images:
             shell.blobs[entry.id] = order.images
