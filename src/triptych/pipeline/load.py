@@ -93,11 +93,12 @@ def load_cold(
             raise ConfigError(f"previews: {index['_class_name']} is split by replaying its own loop, which is closed")
         replayed = load_replay(model, index, roles, device, tally, team, component)
         return replayed, lambda own: rehearse(own, None, model.warmup, denoisers=1, tally=tally)
-    return _load_modular(model, index, present, roles, device, tally, team, component)
+    return _load_modular(model, folder, index, present, roles, device, tally, team, component)
 
 
 def _load_modular(
     model: ModelConfig,
+    folder: Path,
     index: dict[str, Any],
     present: Mapping[str, tuple[str, str]],
     roles: tuple[Role, ...],
@@ -106,7 +107,6 @@ def _load_modular(
     team: Team | None,
     component: LoadComponent,
 ) -> tuple[ModularRolePipeline, WarmUp]:
-    folder = resolve_source(model.path)
     dtype: torch.dtype = getattr(torch, model.effective_dtype)
     whole = _whole_pipeline(folder, index)
     family = family_of(type(whole).__name__)

@@ -70,7 +70,6 @@ def run_instance(config: InstanceConfig) -> int:
         control.close()
         raise
     tally = Tally()
-    leader = Leader(config, identity.instance, mailbox.post) if config.ranks > 1 else None
     metrics = InstanceMetrics(identity=identity, config=config, figures=lambda: plane.figures, tally=tally)
     try:
         exporter = serve_metrics(metrics, config)
@@ -78,6 +77,7 @@ def run_instance(config: InstanceConfig) -> int:
         control.close()
         plane.close()
         raise
+    leader = Leader(config, identity.instance, mailbox.post) if config.ranks > 1 else None
 
     def load() -> RolePipeline:
         pipeline = _load(config, tally, leader)
