@@ -156,7 +156,8 @@ def test_a_reader_that_goes_leaves_nothing_behind(http: httpx.Client, house: Any
     held(house, job)
     entry = house.service._records.get(job)
     with http.stream("GET", f"/v1/videos/{job}/events") as response:
-        next(response.iter_lines())
+        lines = response.iter_lines()  # held: an iterator that is collected closes the connection
+        next(lines)
         until(lambda: len(entry.watchers) == 1)
     until(lambda: not entry.watchers)
     http.delete(f"/v1/videos/{job}")
