@@ -17,13 +17,14 @@ import uvicorn
 import xxhash
 from PIL import Image
 
+from tests.ports import free_task_ports
 from triptych.api.app import create_app
 from triptych.bench.noop import NoopInstance
 from triptych.client import Client
-from triptych.config import METRICS_OFFSET, ServerConfig
+from triptych.config import ServerConfig
 from triptych.core.instance_events import Ended, Stepped
 from triptych.ids import ROLES, Role
-from triptych.launch.ports import free_ports, is_free, listen
+from triptych.launch.ports import free_ports, listen
 from triptych.server.service import DiffusionService
 from triptych.wire.messages import ErrorInfo, Finished, Lease, MediaFile, Outcome, StageFailed
 from triptych.wire.schema import Param, RequestSchema
@@ -247,10 +248,7 @@ def cinema(tmp_path_factory: pytest.TempPathFactory) -> Iterator[House]:
 @pytest.fixture(scope="module")
 def task_ports() -> tuple[int, ...]:
     """Three ports that are free, as are those of their metrics."""
-    while True:
-        ports = tuple(free_ports(3))
-        if all(is_free(port + METRICS_OFFSET) for port in ports):
-            return ports
+    return free_task_ports()
 
 
 @pytest.fixture(scope="module")

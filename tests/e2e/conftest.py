@@ -9,12 +9,13 @@ from typing import Protocol
 import pytest
 
 from tests.e2e.harness import Deployment, Process
+from tests.ports import free_task_ports
 
 
 @pytest.fixture(scope="session")
 def pool(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Deployment]:
-    """Two encoders, three denoisers, two decoders; tensors through shared memory."""
-    with Deployment(tmp_path_factory.mktemp("pool")) as deployment:
+    """Two encoders, three denoisers, two decoders; tensors through shared memory, tasks in three posts too."""
+    with Deployment(tmp_path_factory.mktemp("pool"), task_ports=free_task_ports()) as deployment:
         yield deployment.start_all(encoder=2, denoiser=3, decoder=2)
 
 

@@ -204,11 +204,21 @@ class Api:
 class Deployment:
     """A server and role instances, each started by its own command, in any order."""
 
-    def __init__(self, folder: Path, *, model: str = "tiny", plane: str = "shm", queue_timeout: float = 600) -> None:
+    def __init__(
+        self,
+        folder: Path,
+        *,
+        model: str = "tiny",
+        plane: str = "shm",
+        queue_timeout: float = 600,
+        task_ports: tuple[int, int, int] | None = None,
+    ) -> None:
         self.folder = folder
         self.model = model
         self.plane = plane
         self.queue_timeout = queue_timeout
+        self.task_ports = task_ports
+        """Of encoder, transformer and decoder, for tasks in three posts."""
         self.port, self.frontend, *_ = free_ports(5)
         self.api = Api(f"http://127.0.0.1:{self.port}")
         self.server: Process | None = None
@@ -220,7 +230,8 @@ class Deployment:
         self.server = Process(
             "server",
             ["serve", "--disagg-role", "server", "--port", str(self.port), "--scheduler-port", str(self.frontend),
-             "--queue-timeout", str(self.queue_timeout), "--output-dir", str(self.folder / "outputs"), *words],
+             "--queue-timeout", str(self.queue_timeout), "--output-dir", str(self.folder / "outputs"),
+             *(["--task-ports", ",".join(map(str, self.task_ports))] if self.task_ports else []), *words],
             self.folder,
         )  # fmt: skip
         return self.server
