@@ -95,19 +95,27 @@ class Lora:
     name: str
     path: str
     """A safetensors file."""
+    second: str | None = None
+    """A file for the second transformer of models that have two, where ``path`` does not hold its tensors as well."""
     scale: float = 1.0
     """Of requests that name it without one."""
 
     def __post_init__(self) -> None:
         if not ADAPTER_NAME.fullmatch(self.name):
             raise ConfigError(f"lora {self.name!r}: a name has up to 64 letters, digits, '-' and '_'")
-        if not self.path.endswith(".safetensors"):
-            raise ConfigError(f"lora {self.name}={self.path}: must be a .safetensors file")
+        for path in self.files:
+            if not path.endswith(".safetensors"):
+                raise ConfigError(f"lora {self.name}={path}: must be a .safetensors file")
         if not abs(self.scale) <= MAX_ADAPTER_SCALE:
             raise ConfigError(f"lora {self.name}: scale {self.scale}: must lie within {MAX_ADAPTER_SCALE:g} of 0")
 
     def __str__(self) -> str:
-        return f"{self.name}={self.path}:{self.scale!r}"
+        return f"{self.name}={','.join(self.files)}:{self.scale!r}"
+
+    @property
+    def files(self) -> tuple[str, ...]:
+        """Paths of all its files."""
+        return (self.path,) if self.second is None else (self.path, self.second)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

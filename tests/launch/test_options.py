@@ -94,3 +94,22 @@ def test_none_takes_back_what_a_file_says() -> None:
 def test_a_kind_that_is_none_is_refused(value: object) -> None:
     with pytest.raises(ConfigError, match="--quant"):
         ServerArgs.from_kwargs(quant=value)
+
+
+@pytest.mark.parametrize(
+    ("said", "files", "scale"),
+    [
+        ("fox=a.safetensors", ("a.safetensors",), 1.0),
+        ("fox=a.safetensors:0.5", ("a.safetensors",), 0.5),
+        ("fox=c:a,b.safetensors", ("c:a,b.safetensors",), 1.0),
+        ("fox=high.safetensors,low.safetensors", ("high.safetensors", "low.safetensors"), 1.0),
+        ("fox=high.safetensors,low.safetensors:-1.5", ("high.safetensors", "low.safetensors"), -1.5),
+    ],
+)
+def test_an_adapter_has_a_file_or_two_and_a_scale(said: str, files: tuple[str, ...], scale: float) -> None:
+    args = ServerArgs.from_kwargs(disagg_role="denoiser", disagg_server_addr="tcp://127.0.0.1:1", lora=said)
+    (lora,) = args.lora
+    assert (lora.name, lora.files, lora.scale) == ("fox", files, scale)
+    words = args.words_for("instance")
+    (again,) = ServerArgs.from_kwargs(lora=words[words.index("--lora") + 1]).lora
+    assert again == lora

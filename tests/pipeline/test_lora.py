@@ -21,6 +21,7 @@ from triptych.pipeline.lora import Adapters, fold_alphas
 
 from .classic_harness import REQUESTS, TOLERATED
 from .harness import Inbox, Trio, frames_of, post
+from .wan_checkpoints import wan22_distilled
 
 pytestmark = TOLERATED
 
@@ -29,6 +30,8 @@ REQUEST: dict[str, Any] = {
     "seed": 4,
 }  # fmt: skip
 LAYERS = {"blocks.0.attn1.to_q": (48, 48), "blocks.1.ffn.net.2": (48, 64), "blocks.1.attn2.to_v": (48, 48)}
+SECOND_LAYERS = {"blocks.0.attn1.to_v": (48, 48), "blocks.1.ffn.net.2": (48, 48)}
+"""Of the second transformer, which is narrower."""
 RANK = 4
 
 Checkpoint = Callable[[str], Path]
@@ -259,6 +262,78 @@ def test_replayed_pipelines_switch_adapters_too(classic_checkpoint: Checkpoint, 
     assert np.array_equal(clip.frames, wanted)
     assert not np.array_equal(plain, wanted)
     assert np.array_equal(trio.generate({**request, "seed": 4})[0].frames, plain)
+
+
+@pytest.fixture(scope="module")
+def wan22(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Any]:
+    """A model of two transformers in a folder, and whole with an adapter of a file for each."""
+    from diffusers import DiffusionPipeline
+
+    folder = tmp_path_factory.mktemp("wan22")
+    wan22_distilled(folder / "model")
+    save_file(tensors(6), folder / "high.safetensors")
+    save_file(tensors(7, SECOND_LAYERS), folder / "low.safetensors")
+    pipeline: Any = DiffusionPipeline.from_pretrained(str(folder / "model"))
+    pipeline.set_progress_bar_config(disable=True)
+    pipeline.load_lora_weights(str(folder / "high.safetensors"), adapter_name="fox")
+    pipeline.load_lora_weights(str(folder / "low.safetensors"), adapter_name="fox", load_into_transformer_2=True)
+    return folder, pipeline
+
+
+@pytest.mark.parametrize("layout", ["a file each", "one file", "the second alone"])
+def test_both_transformers_of_a_model_take_an_adapter(wan22: tuple[Path, Any], tmp_path: Path, layout: str) -> None:
+    folder, whole = wan22
+    first, second = tensors(6), tensors(7, SECOND_LAYERS, "transformer_2.")
+    match layout:
+        case "a file each":
+            lora = Lora(name="fox", path=f"{folder}/high.safetensors", second=f"{folder}/low.safetensors", scale=0.5)
+        case "one file":
+            save_file(first | second, tmp_path / "both.safetensors")
+            lora = Lora(name="fox", path=f"{tmp_path}/both.safetensors", scale=0.5)
+        case _:
+            save_file(second, tmp_path / "second.safetensors")
+            lora = Lora(name="fox", path=f"{tmp_path}/second.safetensors", scale=0.5)
+    whole.enable_lora()
+    whole.transformer.set_adapters(["fox"], [0.0 if layout == "the second alone" else 0.5])
+    whole.transformer_2.set_adapters(["fox"], [0.5])
+    generator = torch.Generator("cpu").manual_seed(REQUEST["seed"])
+    request = {name: value for name, value in REQUEST.items() if name != "seed"}
+    wanted = frames_of(whole(**request, guidance_scale=4.0, generator=generator, output_type="pil").frames[0])
+    config = ModelConfig(path=str(folder / "model"), device="cpu", loras=(lora,))
+    trio = Trio.of(dict.fromkeys(ROLES, load_pipeline(config, ROLES, "cpu")))  # type: ignore[arg-type]
+    (clip,) = trio.generate({**REQUEST, "lora": "fox"})
+    assert np.array_equal(clip.frames, wanted)
+    assert not np.array_equal(trio.generate(REQUEST)[0].frames, wanted)
+
+
+def test_a_header_speaks_of_each_transformer_by_its_name(wan22: tuple[Path, Any], tmp_path: Path) -> None:
+    header = {
+        f"{name}.{key}": value
+        for name, alpha, layers in (("transformer", 2 * RANK, LAYERS), ("transformer_2", 3 * RANK, SECOND_LAYERS))
+        for key, value in {"r": RANK, "lora_alpha": alpha, "target_modules": list(layers)}.items()
+    }
+    file = tmp_path / "both.safetensors"
+    both = tensors(6) | tensors(7, SECOND_LAYERS, "transformer_2.")
+    save_file(both, file, {"format": "pt", "lora_adapter_metadata": json.dumps(header)})
+    config = ModelConfig(path=str(wan22[0] / "model"), device="cpu", loras=(Lora(name="odd", path=str(file)),))
+    pipeline: Any = load_pipeline(config, (Role.DENOISER,), "cpu")
+    pipeline.adapters.choose((("odd", 1.0),))
+    for name, scale in (("transformer", 2.0), ("transformer_2", 3.0)):
+        modules = pipeline.component(Role.DENOISER, name).modules()
+        assert {module.scaling["odd"] for module in modules if hasattr(module, "scaling")} == {scale}
+
+
+def test_a_second_transformers_part_needs_one_and_comes_once(
+    denoiser: Callable[[Lora], Any], wan22: tuple[Path, Any], tmp_path: Path
+) -> None:
+    file, low = tmp_path / "both.safetensors", f"{wan22[0]}/low.safetensors"
+    save_file(tensors(6) | tensors(7, SECOND_LAYERS, "transformer_2."), file)
+    with pytest.raises(ModelError, match="for transformer_2, which this model has not"):
+        denoiser(Lora(name="fox", path=str(file)))
+    with pytest.raises(ModelError, match="for which there is a second one"):
+        denoiser(Lora(name="fox", path=str(file), second=low))
+    with pytest.raises(ModelError, match="for transformer_2, which this model has not"):
+        denoiser(Lora(name="fox", path=f"{wan22[0]}/high.safetensors", second=low))
 
 
 def test_options_that_would_mix_adapters_up_are_refused() -> None:

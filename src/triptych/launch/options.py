@@ -282,8 +282,9 @@ OPTIONS: tuple[Option, ...] = (
         read_loras,
         (),
         COMPUTE,
-        "NAME=PATH[:SCALE]",
-        "LoRA adapter (a safetensors file) that requests may name; may be repeated",
+        "NAME=PATH[,SECOND][:SCALE]",
+        "LoRA adapter (a safetensors file, and one for the second transformer of models that have two) that requests "
+        "may name; may be repeated",
         repeat=True,
     ),
     _option("previews", read_switch, False, COMPUTE, "", "let requests ask for small pictures while they are denoised"),

@@ -192,7 +192,7 @@ def shown(value: object) -> str:
 
 
 def read_loras(flag: str, value: object) -> tuple[Lora, ...]:
-    """``NAME=PATH`` or ``NAME=PATH:SCALE`` entries, or a mapping of names to such paths."""
+    """``NAME=PATH``, ``NAME=PATH:SCALE`` or ``NAME=PATH,PATH:SCALE`` entries, or a mapping of names to such paths."""
     if isinstance(value, dict):
         value = [f"{name}={path}" for name, path in value.items()]
     found: list[Lora] = []
@@ -203,12 +203,18 @@ def read_loras(flag: str, value: object) -> tuple[Lora, ...]:
         name, equals, rest = entry.partition("=") if isinstance(entry, str) else ("", "", "")
         path, colon, scale = rest.rpartition(":")
         if not (name and equals and rest):
-            raise refuse(flag, entry, "NAME=PATH or NAME=PATH:SCALE, e.g. fox=fox.safetensors:0.8")
+            raise refuse(flag, entry, "NAME=PATH[,SECOND][:SCALE], e.g. fox=fox.safetensors:0.8")
         try:
-            found.append(Lora(name=name, path=path, scale=float(scale)) if colon else Lora(name=name, path=rest))
+            found.append(_lora(name, path, float(scale)) if colon else _lora(name, rest, 1.0))
         except ValueError:  # a colon that belongs to the path
-            found.append(Lora(name=name, path=rest))
+            found.append(_lora(name, rest, 1.0))
     return tuple(found)
+
+
+def _lora(name: str, paths: str, scale: float) -> Lora:
+    """Commas belong to a path unless a whole file name stands before them."""
+    path, comma, second = paths.partition(".safetensors,")
+    return Lora(name=name, path=f"{path}.safetensors" if comma else path, second=second if comma else None, scale=scale)
 
 
 def per_role(bare: tuple[Role, ...], *kinds: str) -> Reader:

@@ -11,9 +11,11 @@ anything, and again at each step, because another request may have had a turn in
 from __future__ import annotations
 
 import hashlib
+import json
 import tempfile
 import warnings
 from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -32,6 +34,9 @@ _TEXT_ENCODER = ("text_encoder", "lora_te")
 """How the names of a text encoder's tensors begin, in the layouts that have any."""
 _KOHYA = ("lora_unet_", "lora_te")
 """Layouts whose converters expect an alpha beside each layer."""
+_HEADER = "lora_adapter_metadata"
+"""Where a file's header has rank and alpha of each layer, as Diffusers writes it."""
+FIRST, SECOND = "transformer", "transformer_2"
 _UP = (".lora_up.weight", ".lora_B.weight", ".lora_B.default.weight", ".lora.up.weight")
 _DOWN = (".lora_down.weight", ".lora_A.weight", ".lora_A.default.weight", ".lora.down.weight")
 
@@ -108,33 +113,81 @@ def _load(lora: Lora, pipeline: Any, own: set[str]) -> None:
     if not hasattr(pipeline, "load_lora_weights"):
         raise ConfigError(f"lora {lora.name}: Diffusers loads no LoRA into {type(pipeline).__name__}")
     from safetensors import SafetensorError
-    from safetensors.torch import save_file
 
     try:
-        tensors, metadata = _read(lora, own)
-        if not tensors:
-            return
-        with tempfile.TemporaryDirectory(prefix="triptych-lora-") as folder, warnings.catch_warnings():
-            warnings.filterwarnings("ignore", "Already found a `peft_config`")  # several adapters are what is wanted
-            file = Path(folder) / "lora.safetensors"
-            save_file(tensors, file, metadata)
-            pipeline.load_lora_weights(
-                folder, weight_name=file.name, adapter_name=lora.name, use_safetensors=True, local_files_only=True
-            )
+        for share in _shares(lora, own):
+            _load_share(lora, pipeline, share)
+            targets = {SECOND} if share.second else own - {SECOND}
+            if not any(lora.name in getattr(getattr(pipeline, name), "peft_config", {}) for name in targets):
+                raise ValueError(f"nothing in it fits {', '.join(sorted(targets))}")
     except (OSError, ValueError, RuntimeError, KeyError, TypeError, AttributeError, SafetensorError) as error:
-        raise ModelError(f"lora {lora.name}: {lora.path!r} cannot be loaded: {error}") from error
-    if not any(lora.name in getattr(getattr(pipeline, name), "peft_config", {}) for name in own):
-        raise ModelError(f"lora {lora.name}: {lora.path!r} has nothing for {', '.join(sorted(own))}")
+        raise ModelError(f"lora {lora.name}: {' and '.join(lora.files)} cannot be loaded: {error}") from error
 
 
-def _read(lora: Lora, own: set[str]) -> tuple[dict[str, torch.Tensor], dict[str, str]]:
-    """The file's tensors that concern components ``own``, with every alpha in the weights, and its metadata."""
+@dataclass(frozen=True, kw_only=True, slots=True)
+class _Share:
+    """What of an adapter goes into the models of one role, or into the second transformer alone."""
+
+    tensors: dict[str, torch.Tensor]
+    metadata: dict[str, str]
+    second: bool
+
+
+def _load_share(lora: Lora, pipeline: Any, share: _Share) -> None:
+    from safetensors.torch import save_file
+
+    with tempfile.TemporaryDirectory(prefix="triptych-lora-") as folder, warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "Already found a `peft_config`")  # several adapters are what is wanted
+        file = Path(folder) / "lora.safetensors"
+        save_file(share.tensors, file, share.metadata)
+        pipeline.load_lora_weights(
+            folder, weight_name=file.name, adapter_name=lora.name, use_safetensors=True, local_files_only=True,
+            **({"load_into_transformer_2": True} if share.second else {}),
+        )  # fmt: skip
+
+
+def _shares(lora: Lora, own: set[str]) -> list[_Share]:
+    """Everything in the adapter's files for the components ``own``.
+
+    Raises `ValueError` for a second transformer's part where there is none.
+    """
+    tensors, metadata = _read(lora.path, own)
+    first = {key: value for key, value in tensors.items() if not key.startswith(f"{SECOND}.")}
+    named = {key: value for key, value in tensors.items() if key not in first}
+    second, said = _as_first(named, metadata)
+    if lora.second is not None:
+        if second:
+            raise ValueError(f"the first file has tensors of {SECOND}, for which there is a second one")
+        second, said = _read(lora.second, own)
+    if second and SECOND not in own:
+        raise ValueError(f"a part of it is for {SECOND}, which this model has not")
+    found = (_Share(tensors=first, metadata=metadata, second=False), _Share(tensors=second, metadata=said, second=True))
+    return [share for share in found if share.tensors]
+
+
+def _as_first(
+    tensors: Mapping[str, torch.Tensor], metadata: Mapping[str, str]
+) -> tuple[dict[str, torch.Tensor], dict[str, str]]:
+    """Tensors and metadata of the second transformer under the names of the first, as Diffusers' loader asks."""
+    renamed = {f"{FIRST}.{key.removeprefix(f'{SECOND}.')}": value for key, value in tensors.items()}
+    said = dict(metadata)
+    if _HEADER in said:
+        header: dict[str, Any] = json.loads(said[_HEADER])
+        own = {key: value for key, value in header.items() if key.startswith(f"{SECOND}.")}
+        said[_HEADER] = json.dumps({f"{FIRST}.{key.removeprefix(f'{SECOND}.')}": v for key, v in own.items()})
+        if not own:
+            del said[_HEADER]
+    return renamed, said
+
+
+def _read(path: str, own: set[str]) -> tuple[dict[str, torch.Tensor], dict[str, str]]:
+    """A file's tensors that concern components ``own``, with every alpha in the weights, and its metadata."""
     from safetensors import safe_open
 
     text = any(name.startswith("text_encoder") for name in own)
     rest = any(not name.startswith("text_encoder") for name in own)
     tensors: dict[str, torch.Tensor] = {}
-    with safe_open(Path(lora.path).expanduser(), "pt") as file:
+    with safe_open(Path(path).expanduser(), "pt") as file:
         for key in file.keys():  # noqa: SIM118, it is no mapping
             if text if key.startswith(_TEXT_ENCODER) else rest:
                 tensors[key] = file.get_tensor(key)
@@ -167,10 +220,12 @@ def identities(loras: Sequence[Lora]) -> tuple[str, ...]:
     """What of the adapters' files changes results, for the fingerprint. Raises `ModelError` for an unreadable file."""
     found: list[str] = []
     for lora in loras:
-        try:
-            with Path(lora.path).expanduser().open("rb") as file:
-                digest = hashlib.file_digest(file, "sha256").hexdigest()
-        except OSError as error:
-            raise ModelError(f"lora {lora.name}: {lora.path!r} cannot be read: {error}") from error
-        found.append(f"lora {lora.name} {digest[:12]} {lora.scale!r}")
+        digests: list[str] = []
+        for path in lora.files:
+            try:
+                with Path(path).expanduser().open("rb") as file:
+                    digests.append(hashlib.file_digest(file, "sha256").hexdigest()[:12])
+            except OSError as error:
+                raise ModelError(f"lora {lora.name}: {path!r} cannot be read: {error}") from error
+        found.append(f"lora {lora.name} {' '.join(digests)} {lora.scale!r}")
     return tuple(found)
