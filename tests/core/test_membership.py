@@ -2,7 +2,17 @@ from __future__ import annotations
 
 from msgspec.structs import replace
 
-from triptych.core.events import CancelRequest, Count, Disconnect, InstanceExited, JobState, SendMember, SendWork, Tick
+from triptych.core.events import (
+    CancelRequest,
+    Connect,
+    Count,
+    Disconnect,
+    InstanceExited,
+    JobState,
+    SendMember,
+    SendWork,
+    Tick,
+)
 from triptych.ids import ROLES, CopyId, Epoch, InstanceId, RequestId, Role
 from triptych.wire.messages import Cancel, Goodbye, Heartbeat, Lease, Refused, Release, RunStage, Unknown, Welcome
 from triptych.wire.schema import Param, RequestSchema
@@ -364,6 +374,21 @@ def test_a_process_known_to_have_exited_is_lost_without_waiting() -> None:
     assert bench.run("encoder-1").lease == lease(request, E, 2)
     bench.feed(InstanceExited(instance=hello("encoder-0").instance))
     assert bench.out == []
+
+
+def test_an_instance_that_was_taken_for_dead_is_welcome_again_and_its_request_is_not_held_against_it() -> None:
+    bench = Bench()
+    bench.join("encoder")
+    request = bench.submit("r")
+    bench.started("encoder", lease(request, E))
+    bench.feed(InstanceExited(instance=hello("encoder").instance))
+    assert bench.sent("encoder", Unknown) == []
+    bench.beat("encoder", (lease(request, E),))
+    assert len(bench.sent("encoder", Unknown)) == 1
+    bench.join("encoder")
+    assert len(bench.all(Connect)) == 1
+    assert bench.run("encoder").lease == lease(request, E, 2)
+    bench.encode(request, "encoder", attempt=2)
 
 
 def test_a_request_that_kills_every_instance_ends_with_evidence() -> None:

@@ -5,7 +5,7 @@ import pytest
 from triptych.core.events import CancelRequest, JobState, StoreFailed, StoreFiles, Update
 from triptych.core.states import TERMINAL
 from triptych.ids import ROLES, RequestId, Role
-from triptych.wire.messages import Ack, Cancel, ErrorInfo, Lease, Release, RunStage
+from triptych.wire.messages import Ack, Cancel, ErrorInfo, Lease, Release, RunStage, Welcome
 
 from .harness import FILE, URLS, Bench
 
@@ -455,7 +455,8 @@ def test_a_result_that_crosses_its_cancel_is_acknowledged_and_thrown_away() -> N
 def test_results_go_to_the_ports_that_the_router_was_made_with() -> None:
     bench = Bench()
     bench.join("encoder")
-    assert bench.out[1].message.result_urls == URLS  # type: ignore[union-attr]
+    (welcome,) = bench.sent("encoder", Welcome)
+    assert welcome.result_urls == URLS
 
 
 def test_memory_stays_flat_over_many_requests() -> None:

@@ -48,6 +48,9 @@ def test_work_of_a_killed_instance_is_done_by_another(pool: Deployment, role: st
     videos = [pool.api.done(job) for job in jobs]
     assert [pool.api.content(job) for job in jobs] == expected
     assert all(ids[victim] not in instances_of(video, role) for video in videos)
+    assert pool.server is not None
+    found = [line for line in pool.server.output().splitlines() if "instance_lost" in line and ids[victim] in line]
+    assert "nobody listens at" in found[0]  # not by its silence, which takes seconds
     pool.start(victim)
     pool.wait_ready()
 

@@ -74,6 +74,8 @@ def test_up_starts_a_died_instance_again(spawn: Spawn) -> None:
     os.kill(int(pid), signal.SIGKILL)
     until(lambda: len(set(re.findall(r"replica-0 +pid (\d+) ", process.output()))) == 2, "the restart")
     assert "killed by SIGKILL" in process.output()
+    until(lambda: "instance_lost" in process.output(), "the server missing it")
+    assert "process exited: nobody listens at" in process.output()  # not by its silence, which takes seconds
     until(api.ready, "being ready again")
     api.make()
     api.close()

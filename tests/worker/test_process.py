@@ -20,6 +20,7 @@ import xxhash
 from triptych.config import RouterConfig
 from triptych.core.events import (
     CancelRequest,
+    Connect,
     Count,
     Disconnect,
     FilesStored,
@@ -99,6 +100,8 @@ class Desk:
                 self.feed(FilesStored(request=lease.request, attempt=lease.attempt))
             case Update(view=view):
                 self.views[view.request] = view
+            case Connect():
+                self.control.connect(action.work_url)
             case Disconnect():
                 self.control.disconnect(action.work_url)
             case Count():

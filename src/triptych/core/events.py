@@ -186,7 +186,7 @@ class StoreFailed(Record, frozen=True, kw_only=True):
 
 
 class InstanceExited(Record, frozen=True, kw_only=True):
-    """The shell knows that an instance's process is gone (its child exited); no need to wait for the lease."""
+    """The shell sees that nobody listens at an instance's work port any more; no need to wait for the lease."""
 
     instance: InstanceId
 
@@ -272,6 +272,13 @@ class StageDone(Record, frozen=True, kw_only=True, tag="staged"):
     ran: float
 
 
+class Connect(Record, frozen=True, kw_only=True):
+    """An instance has joined: open a connection to its work port, and feed `InstanceExited` when that is refused."""
+
+    instance: InstanceId
+    work_url: str
+
+
 class Disconnect(Record, frozen=True, kw_only=True):
     """An instance is gone: close the connection to its work port."""
 
@@ -279,4 +286,6 @@ class Disconnect(Record, frozen=True, kw_only=True):
     work_url: str
 
 
-RouterAction: TypeAlias = SendMember | SendWork | StoreFiles | Update | Count | LeaseGranted | StageDone | Disconnect
+RouterAction: TypeAlias = (
+    SendMember | SendWork | StoreFiles | Update | Count | LeaseGranted | StageDone | Connect | Disconnect
+)

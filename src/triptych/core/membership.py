@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import OrderedDict, deque
 
-from triptych.core.events import SendMember
+from triptych.core.events import Connect, SendMember
 from triptych.core.ledger import Ledger
 from triptych.core.members import Member
 from triptych.core.returns import Returns
@@ -55,7 +55,7 @@ class Membership:
         self._returns = returns
         self._result_urls = result_urls
         self._over = _Lives()
-        """Lives that said goodbye or whose process has exited."""
+        """Lives that said goodbye."""
         self._replaced = _Lives()
         """Lives that another one of the same instance has displaced. A late hello must not displace the successor; but
         which of the two is the later one is a guess, so that it counts only as long as the successor is heard of."""
@@ -130,6 +130,7 @@ class Membership:
             seen=ledger.now,
         )
         ledger.join(member)
+        ledger.out.append(Connect(instance=member.id, work_url=message.work_url))
         for job in ledger.jobs.values():
             if job.faults:
                 job.acquit(member.epoch)
@@ -229,10 +230,10 @@ class Membership:
         self._ledger.lose(member, message.reason, crashed=False)
 
     def exited(self, instance: InstanceId) -> None:
-        """An instance's process is known to be gone."""
+        """Nobody listens at an instance's work port: its process has ended. One that has not, behind a network that
+        refuses in its name, is welcome again once it can be reached."""
         if (member := self._ledger.members.get(instance)) is not None:
-            self._over.add(member)
-            self._ledger.lose(member, "process exited", crashed=True)
+            self._ledger.lose(member, f"process exited: nobody listens at {member.hello.work_url}", crashed=True)
 
     def expire(self) -> None:
         """Lose the instances that were silent for too long; they may come back."""

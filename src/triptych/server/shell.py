@@ -9,9 +9,11 @@ from collections.abc import Iterable, Sequence
 from typing import Protocol, assert_never
 
 from triptych.core.events import (
+    Connect,
     Count,
     Disconnect,
     FilesStored,
+    InstanceExited,
     JobView,
     LeaseGranted,
     Received,
@@ -85,7 +87,7 @@ class Shell:
 
     def start(self) -> None:
         """Listen to the sockets and the clock."""
-        self._control.attach(self._loop, self._readable)
+        self._control.attach(self._loop, self._readable, self._gone)
         self._tick()
 
     async def close(self) -> None:
@@ -111,6 +113,14 @@ class Shell:
             return
         self._inbox.extend(self._control.receive())
         self._drain()
+
+    def _gone(self, work_url: str) -> None:
+        if self._closed:
+            return
+        self._readable()  # its last words count
+        for view in self.router.instances():
+            if view.work_url == work_url:
+                self.feed(InstanceExited(instance=view.instance))
 
     def _drain(self) -> None:
         inbox, handle = self._inbox, self.router.handle
@@ -167,6 +177,8 @@ class Shell:
                     self._owner.noted(action)
                 case Count():
                     self._owner.counted(action)
+                case Connect():
+                    self._control.connect(action.work_url)
                 case Disconnect():
                     self._control.disconnect(action.work_url)
                 case _:

@@ -22,6 +22,7 @@ class Fault(enum.StrEnum):
     RESTART = "instance restarted"
     DEPARTURE = "instance asked to leave"
     FREEZE = "instance frozen"
+    REFUSED = "work port refused"
     SERVER_CRASH = "server crashed"
     SERVER_RESTART = "server restarted"
     CLOCK_JUMP = "clock jumped"

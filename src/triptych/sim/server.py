@@ -9,9 +9,11 @@ from typing import assert_never
 from triptych.config import RouterConfig
 from triptych.core.events import (
     CancelRequest,
+    Connect,
     Count,
     Disconnect,
     FilesStored,
+    InstanceExited,
     JobState,
     JobView,
     LeaseGranted,
@@ -139,6 +141,12 @@ class SimServer:
                 pass
         self._feed(event)
 
+    def refused(self, instance: InstanceId) -> None:
+        """The shell finds nobody at an instance's work port, whether that is so or not."""
+        if self.alive and any(view.instance == instance for view in self.router.instances()):
+            self._world.strike(Fault.REFUSED, SERVER, instance)
+            self._feed(InstanceExited(instance=instance))
+
     def jump(self, seconds: float) -> None:
         """The clock goes ahead."""
         self._world.strike(Fault.CLOCK_JUMP, SERVER, seconds)
@@ -160,7 +168,7 @@ class SimServer:
                     world.coverage.counted[name] += 1
                 case LeaseGranted() | StageDone():
                     self._write(action)
-                case Disconnect():
+                case Connect() | Disconnect():
                     pass
                 case _:
                     assert_never(action)

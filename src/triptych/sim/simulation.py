@@ -148,6 +148,8 @@ class Simulation:
         for _ in range(plan.crashes):
             victim, when = random.choice(instances), random.random() * plan.calm_at
             world.at(when, victim.crash)
+            if random.random() < 0.5:
+                world.at(when + 0.05, partial(self.server.refused, victim.id))
             world.at(when + random.choice((0.1, 1.0, 4.0)), victim.start)
         for _ in range(plan.departures):
             leaver, when = random.choice(instances), random.random() * plan.calm_at
@@ -158,7 +160,11 @@ class Simulation:
         for _ in range(plan.partitions):
             side = random.sample(instances, random.randint(1, len(instances)))
             cut = partial(self.network.cut, [i.id for i in side], random.choice((0.5, 2.0, 5.0)))
-            world.at(random.random() * plan.calm_at, partial(cut, holds=random.random() < 0.5))
+            when = random.random() * plan.calm_at
+            world.at(when, partial(cut, holds=random.random() < 0.5))
+            if random.random() < 0.3:  # somebody on the way refuses in their name
+                for instance in side:
+                    world.at(when + 0.05, partial(self.server.refused, instance.id))
         for _ in range(plan.clock_jumps):
             jump = random.choice([self.server.jump, *(instance.jump for instance in instances)])
             world.at(random.random() * plan.calm_at, partial(jump, random.choice((0.5, 3.0, 30.0))))

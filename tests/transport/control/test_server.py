@@ -345,7 +345,7 @@ async def test_the_event_loop_hears_of_every_message(server: Server, join: Join)
         if len(heard) >= total:
             done.set()
 
-    control.attach(asyncio.get_running_loop(), readable)
+    control.attach(asyncio.get_running_loop(), readable, gone=print)
 
     def talk() -> None:
         for number in range(total // 2):
@@ -381,7 +381,7 @@ async def test_the_event_loop_hears_of_what_came_before_it_was_attached(server: 
         if len(seen) == 3:
             heard.set()
 
-    control.attach(asyncio.get_running_loop(), readable)
+    control.attach(asyncio.get_running_loop(), readable, gone=print)
     await asyncio.wait_for(heard.wait(), WAIT)
     control.close()
 

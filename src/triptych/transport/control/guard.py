@@ -14,6 +14,7 @@ import itertools
 import os
 import threading
 from collections import deque
+from collections.abc import Callable
 
 import zmq
 from zmq.utils import z85
@@ -25,14 +26,18 @@ from triptych.transport.control.sockets import DropCounter
 _ZAP = "inproc://zeromq.zap.01"
 _VERSION = b"1.0"
 _FLAG = "--disagg-key-dir"
-_EVENTS = (
+_HANDSHAKES = (
     zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL
     | zmq.EVENT_HANDSHAKE_FAILED_AUTH
     | zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL
     | zmq.EVENT_MONITOR_STOPPED
 )
+_ATTEMPTS = zmq.EVENT_CLOSED | zmq.EVENT_MONITOR_STOPPED
+"""A connecting socket closes a connection that it could not make."""
 
 Socket = zmq.Socket[bytes]
+Note = Callable[[int, str], None]
+"""Takes what a monitor tells: the event, and the endpoint."""
 
 
 class Guard:
@@ -48,7 +53,7 @@ class Guard:
         self._welcome = z85.decode(keys.peer) if keys else b""
         self._drops = DropCounter()
         self._numbers = itertools.count()
-        self._new: deque[tuple[str, bool]] = deque()
+        self._new: deque[tuple[str, Note]] = deque()
         self._closing = False
         self._wake_fd = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
         self._zap = context.socket(zmq.REP)
@@ -68,21 +73,27 @@ class Guard:
             sock.setsockopt(zmq.CURVE_SERVER, 1)
             sock.setsockopt(zmq.CURVE_SECRETKEY, self._keys.secret)
             sock.setsockopt(zmq.ZAP_DOMAIN, b"triptych")
-        self._watch(sock, connecting=False)
+        self._watch(sock, _HANDSHAKES, self._note_bound)
 
-    def protect_connecting(self, sock: Socket, *, watched: bool) -> None:
-        """Talk only to a peer with the known key. A socket that is not ``watched`` fails its handshakes uncounted."""
+    def protect_connecting(self, sock: Socket) -> None:
+        """Talk only to a peer with the known key."""
         if self._keys is not None:
             sock.setsockopt(zmq.CURVE_SERVERKEY, self._keys.peer)
             sock.setsockopt(zmq.CURVE_PUBLICKEY, self._keys.public)
             sock.setsockopt(zmq.CURVE_SECRETKEY, self._keys.secret)
-        if watched:
-            self._watch(sock, connecting=True)
 
-    def _watch(self, sock: Socket, *, connecting: bool) -> None:
-        name = f"inproc://triptych-handshakes-{next(self._numbers)}"
-        sock.monitor(name, _EVENTS)
-        self._new.append((name, connecting))
+    def watch_handshakes(self, sock: Socket) -> None:
+        """Count what goes wrong with a connecting socket's handshakes."""
+        self._watch(sock, _HANDSHAKES, self._note_connecting)
+
+    def watch_attempts(self, sock: Socket, failed: Callable[[], None]) -> None:
+        """Have ``failed`` called, on the guard's thread, whenever a connection could not be made."""
+        self._watch(sock, _ATTEMPTS, lambda event, where: failed())
+
+    def _watch(self, sock: Socket, events: int, note: Note) -> None:
+        name = f"inproc://triptych-monitor-{next(self._numbers)}"
+        sock.monitor(name, events)
+        self._new.append((name, note))
         os.eventfd_write(self._wake_fd, 1)
 
     def close(self) -> None:
@@ -99,7 +110,7 @@ class Guard:
         poller = zmq.Poller()
         poller.register(self._wake_fd, zmq.POLLIN)
         poller.register(self._zap, zmq.POLLIN)
-        monitors: dict[Socket, bool] = {}
+        monitors: dict[Socket, Note] = {}
         while not self._closing:
             ready = dict(poller.poll())
             if self._wake_fd in ready:
@@ -108,15 +119,15 @@ class Guard:
             if self._zap in ready:
                 self._admit(self._zap.recv_multipart())
             for monitor in [monitor for monitor in monitors if monitor in ready]:
-                if not self._note(monitor, connecting=monitors[monitor]):
+                if not _hear(monitor, monitors[monitor]):
                     poller.unregister(monitor)
                     monitor.close(linger=0)
                     del monitors[monitor]
             while self._new:
-                name, connecting = self._new.popleft()
+                name, note = self._new.popleft()
                 monitor = self._context.socket(zmq.PAIR)
                 monitor.connect(name)
-                monitors[monitor] = connecting
+                monitors[monitor] = note
                 poller.register(monitor, zmq.POLLIN)
         for sock in (*monitors, self._zap):
             sock.close(linger=0)
@@ -130,14 +141,19 @@ class Guard:
             self._drops.add("unknown_peer", f"{address.decode(errors='replace')} showed a key that is not known here")
         self._zap.send_multipart([_VERSION, number, *status, b"", b""])
 
-    def _note(self, monitor: Socket, *, connecting: bool) -> bool:
-        """Count what a monitor tells; whether its socket still lives."""
-        told = parse_monitor_message(monitor.recv_multipart())
-        event, where = int(told["event"]), bytes(told["endpoint"]).decode(errors="replace")
-        if event == zmq.EVENT_MONITOR_STOPPED:
-            return False
-        if connecting:
-            self._drops.add("handshake", f"{where} is no peer of ours, or both were not given the same keys ({_FLAG})")
-        elif event != zmq.EVENT_HANDSHAKE_FAILED_AUTH:  # refused by us, and counted then
+    def _note_connecting(self, event: int, where: str) -> None:
+        self._drops.add("handshake", f"{where} is no peer of ours, or both were not given the same keys ({_FLAG})")
+
+    def _note_bound(self, event: int, where: str) -> None:
+        if event != zmq.EVENT_HANDSHAKE_FAILED_AUTH:  # refused by us, and counted then
             self._drops.add("unknown_peer", f"on {where} a peer came without the right keys ({_FLAG})")
-        return True
+
+
+def _hear(monitor: Socket, note: Note) -> bool:
+    """Pass on what a monitor tells; whether its socket still lives."""
+    told = parse_monitor_message(monitor.recv_multipart())
+    event = int(told["event"])
+    if event == zmq.EVENT_MONITOR_STOPPED:
+        return False
+    note(event, bytes(told["endpoint"]).decode(errors="replace"))
+    return True

@@ -82,7 +82,8 @@ class InstanceControl:
         self._closed = False
 
     def _connect(self, kind: int, host: str, port: int, *, max_bytes: int, hwm: int) -> Line:
-        return Line(self._context, self._guard, kind, (host, port), max_bytes=max_bytes, hwm=hwm)
+        observe = self._guard.watch_handshakes
+        return Line(self._context, self._guard, kind, (host, port), max_bytes=max_bytes, hwm=hwm, observe=observe)
 
     @property
     def dropped(self) -> dict[str, int]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Callable
 
 import zmq
 
@@ -13,7 +14,7 @@ _RENEW_SECONDS = 1.0
 
 
 class Line:
-    """A connection to ``address``, host and port, that never blocks.
+    """A connection to ``address``, host and port, that never blocks. ``observe`` gets the socket before it connects.
 
     Raises `zmq.ZMQError` for an address that ZMQ cannot parse.
     """
@@ -27,14 +28,16 @@ class Line:
         *,
         max_bytes: int,
         hwm: int,
-        watched: bool = True,
+        observe: Callable[[zmq.Socket[bytes]], None] | None,
     ) -> None:
         self.sock = open_socket(context, kind, max_bytes=max_bytes, hwm=hwm)
         self.outbox = Outbox()
         self._address = address
         self._renewed = time.monotonic()
         try:
-            guard.protect_connecting(self.sock, watched=watched)
+            guard.protect_connecting(self.sock)
+            if observe is not None:
+                observe(self.sock)
             connect(self.sock, *address)
         except zmq.ZMQError:
             self.sock.close()

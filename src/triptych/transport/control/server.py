@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import functools
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -28,11 +29,16 @@ from triptych.transport.control.sockets import (
     bind,
     open_socket,
 )
+from triptych.transport.control.watch import Watch
 from triptych.wire.codec import decode_from_instance
 from triptych.wire.messages import FromInstance, Goodbye, ToInstance
 
 RECEIVE_LIMIT = 256
 """ZMQ messages taken from each socket in one `ServerControl.receive`, so that no sender starves the others."""
+WATCHED_LINES = 512
+"""Connections to work ports that are watched; each takes two more descriptors."""
+MAX_SOCKETS = 8192
+"""Of ZMQ's, monitors included."""
 MEMBER_LIMIT = 4096
 """Members whose address is remembered; past it the one silent for longest is forgotten."""
 
@@ -58,6 +64,7 @@ class ServerControl:
 
     def __init__(self, host: str, scheduler_port: int, *, keys: Keys | None = None) -> None:
         self._context = zmq.Context()
+        self._context.max_sockets = MAX_SOCKETS
         self._guard = Guard(self._context, keys)
         self._receivers: dict[str, zmq.Socket[bytes]] = {}
         self._drops = DropCounter()
@@ -67,6 +74,7 @@ class ServerControl:
         self._dirty: dict[str, None] = {}
         self._loop: asyncio.AbstractEventLoop | None = None
         self._callback: Callable[[], None] | None = None
+        self._watch: Watch | None = None
         self._check_scheduled = False
         self._closed = False
         try:
@@ -168,23 +176,35 @@ class ServerControl:
             work.outbox.put(message, blobs)
             self._dirty[work_url] = None
 
+    def connect(self, work_url: str) -> None:
+        """Connect to a work port before there is work, so that its end is noticed; known ones are ignored."""
+        if work_url not in self._work:
+            self._connect_work(work_url)
+
     def _connect_work(self, work_url: str) -> Line | None:
         try:
-            host, port = parse_tcp_url("work_url", work_url)
+            address = parse_tcp_url("work_url", work_url)
             work = Line(
                 self._context,
                 self._guard,
                 zmq.PUSH,
-                (host, port),
+                address,
                 max_bytes=WORK_MAX_BYTES,
                 hwm=WORK_HWM,
-                watched=False,
+                observe=self._observer(work_url, address),
             )
         except (ConfigError, zmq.ZMQError) as error:
             self._drops.add("send_work", f"{work_url}: {error}")
             return None
         self._work[work_url] = work
         return work
+
+    def _observer(self, work_url: str, address: tuple[str, int]) -> Callable[[zmq.Socket[bytes]], None] | None:
+        watch = self._watch
+        if watch is None or len(self._work) >= WATCHED_LINES:
+            return None
+        failed = functools.partial(watch.failed, work_url, address, wanted=lambda: work_url in self._work)
+        return lambda sock: self._guard.watch_attempts(sock, failed)
 
     def flush(self) -> None:
         """Send everything that is queued."""
@@ -201,19 +221,25 @@ class ServerControl:
         """Close the connection to a work port and forget what waits for it. Unknown ones are ignored."""
         work = self._work.pop(work_url, None)
         self._dirty.pop(work_url, None)
+        if self._watch is not None:
+            self._watch.forget(work_url)
         if work is not None:
             work.sock.close()
 
     # -- asyncio -----------------------------------------------------------------------------------------------
 
-    def attach(self, loop: asyncio.AbstractEventLoop, callback: Callable[[], None]) -> None:
-        """Have ``loop`` call ``callback`` whenever `receive` would return something, until `close`.
+    def attach(
+        self, loop: asyncio.AbstractEventLoop, callback: Callable[[], None], gone: Callable[[str], None]
+    ) -> None:
+        """Have ``loop`` call ``callback`` whenever `receive` would return something, until `close`; and ``gone`` with a
+        work port that was connected to since, when nobody listens there any more.
 
         A ZMQ file descriptor tells of changes, not of state, and any call on the socket may swallow one; so the
         state is looked at again after every receive and send on a receiving socket.
         """
         self._loop = loop
         self._callback = callback
+        self._watch = Watch(loop, gone)
         for sock in self._receivers.values():
             loop.add_reader(sock.fileno(), self._check_now)
         self._check_later()
@@ -241,6 +267,8 @@ class ServerControl:
         if self._closed:
             return
         self._closed = True
+        if self._watch is not None:
+            self._watch.close()
         if self._loop is not None and not self._loop.is_closed():
             for sock in self._receivers.values():
                 self._loop.remove_reader(sock.fileno())
