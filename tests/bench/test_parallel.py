@@ -1,30 +1,70 @@
-"""The benchmark of several GPUs on two CPU processes with the embedded model: every layout agrees with one process."""
+"""The benchmark of several GPUs on CPU processes with the embedded model: what agrees, what is refused, what hangs."""
 
 from __future__ import annotations
 
-import re
+import json
+from pathlib import Path
 
 import pytest
 
-from triptych.bench.parallel import main
+from triptych.bench.parallel import layout, main
 from triptych.errors import ConfigError
+from triptych.parallelism import Parallelism
+
+SMALL = ["tiny", "--shape", "64x64x5", "--steps", "2", "--device", "cpu"]
 
 
-def test_each_layout_is_compared_with_one_process(capsys: pytest.CaptureFixture[str]) -> None:
-    words = ["tiny", "--shape", "64x64x5", "--steps", "2", "--device", "cpu", "--layouts", "auto"]
-    assert main(words) == 0
-    table = capsys.readouterr().out
-    rows = [re.split(r"\s*[│┃|]\s*", line.strip())[1:-1] for line in table.splitlines() if "│" in line]
-    assert [row[:3] for row in rows] == [
-        ["1", "alone", "on"],
-        ["1", "alone", "off"],
-        ["2", "auto", "on"],
-        ["2", "auto", "off"],
+def test_each_layout_is_compared_with_one_process_and_a_refused_one_does_not_stop_the_rest(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    file = tmp_path / "rows.json"
+    assert main([*SMALL, "--layouts", "ulysses3,auto", "--json", str(file)]) == 1
+    rows = json.loads(file.read_text())
+    assert [(row["ranks"], row["layout"], row["guidance"]) for row in rows] == [
+        (1, "alone", True),
+        (1, "alone", False),
+        (2, "ulysses3", None),
+        (2, "auto", True),
+        (2, "auto", False),
     ]
-    assert rows[2][5] == "yes"
-    assert all(float(row[6]) < 1e-5 for row in rows)
+    assert "num-gpus=2" in rows[2]["failed"]
+    assert rows[3]["equal"]
+    assert all(row["error"] < 1e-5 for row in rows)
+    printed = capsys.readouterr().out
+    assert "2 ulysses3: failed: num-gpus=2" in printed
+    assert "2 auto, guidance off: " in printed
 
 
-def test_a_layout_that_is_none_is_refused() -> None:
-    with pytest.raises(ConfigError, match="layouts='all': must be among"):
+def test_a_layout_that_is_not_done_by_its_deadline_is_a_row_that_says_so(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main([*SMALL, "--layouts", "cfg", "--deadline", "0.2"]) == 1
+    printed = capsys.readouterr().out
+    assert "1 alone: failed: not done within 0 s" in printed
+    assert "2 cfg: failed: not done within 0 s" in printed
+
+
+@pytest.mark.parametrize(
+    ("name", "gpus", "expected"),
+    [
+        ("auto", 8, Parallelism()),
+        ("cfg", 4, Parallelism(cfg=2)),
+        ("ulysses", 4, Parallelism(cfg=1, ulysses=4)),
+        ("cfg2+ring", 8, Parallelism(cfg=2, ring=4)),
+        ("cfg+tp4", 8, Parallelism(cfg=2, tp=4)),
+        ("ulysses4+ring2", 8, Parallelism(cfg=1, ulysses=4, ring=2)),
+    ],
+)
+def test_layouts_are_named_by_their_degrees(name: str, gpus: int, expected: Parallelism) -> None:
+    assert layout(name, gpus) == expected
+
+
+@pytest.mark.parametrize("name", ["all", "cfg2+cfg", "ulysses+ring"])
+def test_a_layout_that_is_none_is_refused(name: str) -> None:
+    with pytest.raises(ConfigError, match="layouts="):
+        layout(name, 2)
+
+
+def test_a_name_that_is_none_is_refused_before_anything_starts() -> None:
+    with pytest.raises(ConfigError, match="layouts='all'"):
         main(["tiny", "--layouts", "all"])
+    with pytest.raises(ConfigError, match="num-gpus='two'"):
+        main(["tiny", "--num-gpus", "two"])

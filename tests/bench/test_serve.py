@@ -31,6 +31,8 @@ def test_bursts_and_arrivals_on_split_roles(tmp_path: Path, capsys: pytest.Captu
         assert not row["failures"]
         assert 0 < row["p50"] <= row["p95"] <= row["p99"]
         assert {"encoder", "denoiser", "decoder", "handoff", "file"} == set(row["stages"])
+    assert rows[1]["turnovers"] <= 2
+    assert 0 <= rows[1]["idle"] < rows[1]["p50"]
     assert status == (0 if all(row["little_holds"] for row in rows) else 1)
     printed = capsys.readouterr().out
     assert printed.count("warmed up for 32x32x5") == 3
@@ -47,6 +49,7 @@ def test_bursts_and_arrivals_on_split_roles(tmp_path: Path, capsys: pytest.Captu
         (["--option", "profile"], "NAME=VALUE"),
         (["--bursts", "one"], "whole numbers"),
         (["--denoiser-gpus", "a"], "GPU numbers"),
+        (["--denoiser-gpus", "0,"], "GPU numbers"),
     ],
 )
 def test_what_makes_no_sense_is_refused_before_anything_starts(words: list[str], reason: str) -> None:

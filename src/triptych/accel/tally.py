@@ -17,3 +17,7 @@ class Tally:
     prompt_misses: int = 0
     steps_skipped: int = 0
     """Denoiser forwards that step caching made short."""
+    turnovers: int = 0
+    """Stages that began when the one before was over, and were known of by then."""
+    turnover_seconds: float = 0.0
+    """Time that passed in between."""

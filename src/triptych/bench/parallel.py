@@ -1,241 +1,286 @@
 """A denoising step on one device against the same step shared by several, and how far the results are apart.
 
-It is the instance's own machinery that is measured: rank 0 in this process, the others in processes of their own.
+Each layout is measured in a process group of its own (`triptych.bench.parallel_part`) that has a deadline: one that
+hangs or dies is a row that says so, and the rest are measured all the same.
 """
 
 from __future__ import annotations
 
 import argparse
-import statistics
+import contextlib
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
 import tempfile
-import time
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+import threading
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Final
 
+import msgspec
 import torch
 from rich.console import Console
 from rich.table import Table
+from safetensors.torch import load_file
 
 from triptych.bench import synth
-from triptych.config import (
-    DeviceType,
-    InstanceConfig,
-    ModelConfig,
-    Profile,
-    Shape,
-    TransferConfig,
-    parse_shape,
-)
+from triptych.bench.parallel_part import Failed, Line, Measured, Part
+from triptych.config import parse_shape
 from triptych.errors import ConfigError
-from triptych.ids import Role
 from triptych.parallelism import Parallelism
-from triptych.pipeline.codec import encode_state
-from triptych.pipeline.load import load_cold, load_pipeline
-from triptych.pipeline.modular import ModularRolePipeline
-from triptych.pipeline.request import complete, first_state
-from triptych.pipeline.stage import RolePipeline
-from triptych.worker.jobs import Post, ThreadDied
-from triptych.worker.ranks.leader import Leader
-from triptych.worker.ranks.lockstep import LockstepPipeline
 
-_GUIDED, _PLAIN = 5.0, 1.0
-"""Guidance scales of the measured requests: two branches a step, and one."""
+ALONE: Final = "alone"
+_LAYOUT = re.compile(r"(cfg|ulysses|ring|tp)(\d*)")
+_GRACE_SECONDS: Final = 2.0
+"""What a process that is late has to write where it stands."""
+_decode_line = msgspec.json.Decoder(Line).decode
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Row:
-    """One measured line."""
+    """One line of the table."""
 
     ranks: int
     layout: str
-    guidance: bool
-    seconds: float
+    guidance: bool | None
+    """None for a layout that failed as a whole."""
+    seconds: float = 0.0
     """Median of a step."""
-    ratio: float
+    ratio: float = 0.0
     """One device's time over this time."""
-    equal: bool
+    equal: bool = False
     """Whether the result has the bytes of one device's."""
-    error: float
+    error: float = 0.0
     """Relative error (Frobenius norm) against one device's result."""
+    failed: str = ""
+    """Why there is nothing more of this layout."""
+
+    def __str__(self) -> str:
+        head = f"{self.ranks} {self.layout}"
+        if self.failed:
+            return f"{head}: failed: {self.failed}"
+        guidance = "on" if self.guidance else "off"
+        same = "equal bytes" if self.equal else f"error {self.error:.1e}"
+        return f"{head}, guidance {guidance}: {self.seconds * 1e3:.1f} ms a step, {self.ratio:.2f}x one, {same}"
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Plan:
-    """What to measure."""
+def run(part: Part, layouts: Sequence[tuple[int, str]], deadline: float) -> Iterator[Row]:
+    """Measure one device and then each layout on so many; rows come as they are measured.
 
-    model: str
-    shape: Shape
-    steps: int
-    profile: Profile
-    device: DeviceType
-    gpus: int
-    layouts: dict[str, Parallelism]
-
-
-def run(plan: Plan) -> Iterator[Row]:
-    """Measure one device and then each layout; rows come as they are measured."""
-    torch.set_grad_enabled(False)
-    model = ModelConfig(path=plan.model, device=plan.device, profile=plan.profile)
-    base: dict[float, tuple[float, torch.Tensor]] = {}
-    alone = load_pipeline(model, (Role.DENOISER,), "cuda:0" if plan.device == "cuda" else "cpu")
-    if not isinstance(alone, ModularRolePipeline):
-        raise ConfigError(f"{plan.model!r}: only pipelines with modular blocks can be measured without their encoder")
-    made = {guidance: _inputs(alone, plan, guidance) for guidance in (_GUIDED, _PLAIN)}
-    for guidance, inputs in made.items():
-        base[guidance] = _measure(alone, plan, inputs)
-        yield _row(1, "alone", guidance, base[guidance], base[guidance])
-    del alone
-    for name, parallel in plan.layouts.items():
-        for guidance, result in _shared(plan, model, parallel, made):
-            yield _row(plan.gpus, name, guidance, result, base[guidance])
-
-
-_Inputs = tuple[dict[str, Any], tuple[bytes, tuple[torch.Tensor, ...]]]
-
-
-def _shared(
-    plan: Plan, model: ModelConfig, parallel: Parallelism, made: dict[float, _Inputs]
-) -> Iterator[tuple[float, tuple[float, torch.Tensor]]]:
-    config = InstanceConfig(
-        roles=(Role.DENOISER,),
-        server_addr="tcp://127.0.0.1:1",
-        work_port=1,
-        transfer=TransferConfig(),
-        model=model,
-        gpu_ids=tuple(range(plan.gpus)),
-        parallel=parallel,
-    )
-    leader = Leader(config, "bench", _report)
-    try:
-        team = leader.join()
-        own, _ = load_cold(model, config.roles, config.torch_device, team=team)
-        leader.await_ready()
-        for guidance, inputs in made.items():
-            yield guidance, _measure(LockstepPipeline(own, leader), plan, inputs)
-        team.leave()
-    finally:
-        leader.close()
-
-
-def _report(post: Post) -> None:
-    if isinstance(post, ThreadDied):
-        Console(stderr=True).print(f"{post.thread}: {post.reason}")
-
-
-def _inputs(pipeline: ModularRolePipeline, plan: Plan, guidance: float) -> _Inputs:
-    """Parameters, and what an encoder would hand over for them, with random embeddings."""
-    params = {
-        "prompt": "",
-        "seed": 1,
-        "width": plan.shape.width,
-        "height": plan.shape.height,
-        "num_frames": plan.shape.frames,
-        "num_inference_steps": plan.steps,
-        "guidance_scale": guidance,
-    }
-    state = first_state(pipeline.cut.inputs, complete(pipeline.schema, params), (), pipeline.family)
-    config = pipeline.component(Role.DENOISER, "transformer").config
-    if not hasattr(config, "text_dim"):
-        raise ConfigError(f"{plan.model!r}: embeddings are only known for Wan's transformers")
-    generator = torch.Generator().manual_seed(2)
-    for name in ("prompt_embeds", "negative_prompt_embeds"):
-        embeds = torch.randn(1, 512, config.text_dim, generator=generator)
-        state[name] = embeds.to(pipeline.device, pipeline.component(Role.DENOISER, "transformer").dtype)
-    needed = pipeline.cut.needs[Role.DENOISER].of({})
-    return params, encode_state({k: v for k, v in state.items() if k in needed and v is not None}, {})
-
-
-def _measure(pipeline: RolePipeline, plan: Plan, inputs: _Inputs) -> tuple[float, torch.Tensor]:
-    """Median seconds of a step of the second of two equal requests, and its latents in float32 on the host."""
-    params, handed = inputs
-    samples: list[float] = []
-    latents = torch.empty(0)
-    for _ in range(2):
-        samples.clear()
-        run = pipeline.start(Role.DENOISER, params, [handed], ())
-        result = None
-        while result is None:
-            begun = time.perf_counter()
-            result = run.advance()
-            if plan.device == "cuda":
-                torch.cuda.synchronize()
-            samples.append(time.perf_counter() - begun)
-        latents = max((t for output in result.outputs for t in output.tensors), key=torch.Tensor.numel).float().cpu()
-    return statistics.median(samples), latents
+    ``part`` says everything but GPUs, layout and folder; ``deadline`` bounds each layout, in seconds.
+    """
+    base: dict[bool, tuple[float, torch.Tensor]] = {}
+    with tempfile.TemporaryDirectory(prefix="triptych-bench-") as folder:
+        for gpus, name in ((1, ALONE), *layouts):
+            own = Path(folder) / f"{gpus}-{name}"
+            own.mkdir()
+            try:
+                parallel = Parallelism() if name == ALONE else layout(name, gpus)
+            except ConfigError as error:
+                yield Row(ranks=gpus, layout=name, guidance=None, failed=error.message)
+                continue
+            this = msgspec.structs.replace(part, gpus=gpus, parallel=parallel, folder=str(own))
+            for line in _lines(this, deadline):
+                match line:
+                    case Failed(reason=reason):
+                        yield Row(ranks=gpus, layout=name, guidance=None, failed=reason)
+                    case Measured():
+                        latents = load_file(line.latents)["latents"]
+                        if name == ALONE:
+                            base[line.guidance] = (line.seconds, latents)
+                        yield _row(gpus, name, line, latents, base)
 
 
 def _row(
-    ranks: int, layout: str, guidance: float, result: tuple[float, torch.Tensor], base: tuple[float, torch.Tensor]
+    gpus: int, name: str, line: Measured, latents: torch.Tensor, base: Mapping[bool, tuple[float, torch.Tensor]]
 ) -> Row:
-    (seconds, latents), (base_seconds, base_latents) = result, base
+    row = Row(ranks=gpus, layout=name, guidance=line.guidance, seconds=line.seconds)
+    if line.guidance not in base:  # one device could not do it
+        return row
+    seconds, reference = base[line.guidance]
     return Row(
-        ranks=ranks,
-        layout=layout,
-        guidance=guidance != _PLAIN,
-        seconds=seconds,
-        ratio=base_seconds / seconds,
-        equal=torch.equal(latents, base_latents),
-        error=((latents - base_latents).norm() / base_latents.norm()).item(),
+        ranks=gpus,
+        layout=name,
+        guidance=line.guidance,
+        seconds=line.seconds,
+        ratio=seconds / line.seconds,
+        equal=torch.equal(latents, reference),
+        error=((latents - reference).norm() / reference.norm()).item(),
     )
 
 
-LAYOUTS = ("auto", "cfg", "ulysses", "ring", "tp")
+def _lines(part: Part, deadline: float) -> Iterator[Line]:
+    """What the process of ``part`` says, and a failure where it ends otherwise than well."""
+    with tempfile.TemporaryFile() as complaints:
+        child = subprocess.Popen(
+            [sys.executable, "-m", "triptych.bench.parallel_part"],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=complaints,
+            start_new_session=True,
+        )
+        late = threading.Event()
+
+        def give_up() -> None:
+            late.set()
+            child.send_signal(signal.SIGUSR1)
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                child.wait(_GRACE_SECONDS)
+            _end(child)
+
+        timer = threading.Timer(deadline, give_up)
+        timer.start()
+        failed = False
+        try:
+            assert child.stdin is not None
+            assert child.stdout is not None
+            with contextlib.suppress(BrokenPipeError), child.stdin as stdin:
+                stdin.write(msgspec.json.encode(part))
+            with child.stdout as stdout:
+                for text in stdout:
+                    line = _decode_line(text)
+                    failed = isinstance(line, Failed)
+                    yield line
+        finally:
+            timer.cancel()
+            if not late.is_set():
+                with contextlib.suppress(subprocess.TimeoutExpired):
+                    child.wait(_GRACE_SECONDS)
+            _end(child)
+        complaints.seek(0)
+        said = complaints.read().decode(errors="replace")
+        if late.is_set():
+            yield Failed(reason=f"not done within {deadline:.0f} s{_where(said)}")
+        elif child.returncode and not failed:
+            yield Failed(reason=f"exit status {child.returncode}: {said.strip().rpartition(chr(10))[2]}")
+        if late.is_set() or child.returncode:
+            print(said[-4000:], file=sys.stderr, flush=True)
 
 
-def _layout(name: str, gpus: int) -> Parallelism:
-    match name:
-        case "auto":
-            return Parallelism()
-        case "cfg":
-            return Parallelism(cfg=2)
-        case "ulysses":
-            return Parallelism(cfg=1, ulysses=gpus)
-        case "ring":
-            return Parallelism(cfg=1, ring=gpus)
-        case "tp":
-            return Parallelism(tp=gpus)
-        case _:
-            raise ConfigError(f"layouts={name!r}: must be among {', '.join(LAYOUTS)}")
+def _end(child: subprocess.Popen[bytes]) -> None:
+    """End a process and all that it started."""
+    with contextlib.suppress(ProcessLookupError):
+        os.killpg(child.pid, signal.SIGKILL)
+    child.wait()
 
 
-def main(argv: Sequence[str]) -> int:
-    """``triptych bench parallel MODEL``; returns the exit status."""
+def _where(said: str) -> str:
+    """The innermost line of this package at which the main thread, which is written last, stands."""
+    _, found, stacks = said.rpartition("most recent call first")
+    place = re.search(r'File ".*?(triptych/[^"]+)", line (\d+) in (\w+)', stacks)
+    return f", stands in {place[1]}:{place[2]} ({place[3]})" if found and place else ""
+
+
+def layout(name: str, gpus: int) -> Parallelism:
+    """The degrees that ``name`` says: ``auto``, or cfg, ulysses, ring and tp with + between, each with its degree.
+
+    One may be without: it gets what GPUs the others leave, and cfg two. Raises `ConfigError`.
+    """
+    if name == "auto":
+        return Parallelism()
+    degrees: dict[str, int] = {}
+    open_ended: list[str] = []
+    for part in name.split("+"):
+        found = _LAYOUT.fullmatch(part)
+        if found is None or found[1] in degrees or found[1] in open_ended:
+            raise ConfigError(f"layouts={name!r}: {part!r} is none of auto, cfg, ulysses, ring, tp with its degree")
+        if found[2] or found[1] == "cfg":
+            degrees[found[1]] = int(found[2] or 2)
+        else:
+            open_ended.append(found[1])
+    if len(open_ended) > 1:
+        raise ConfigError(f"layouts={name!r}: only one of {', '.join(open_ended)} can do without a degree")
+    rest = gpus
+    for degree in degrees.values():
+        rest //= max(1, degree)
+    for part in open_ended:
+        degrees[part] = rest
+    said: dict[str, Any] = {"cfg": 1, **degrees}
+    wish = Parallelism(**said)
+    wish.check(gpus)
+    return wish
+
+
+def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="triptych bench parallel", allow_abbrev=False)
     parser.add_argument("model", help=f"model folder, tiny, or a size: {', '.join(sorted(synth.SIZES))}")
     parser.add_argument("--shape", default="832x480x81", help="width x height x frames (default: %(default)s)")
     parser.add_argument("--steps", type=int, default=5, help="steps of a request (default: %(default)s)")
-    parser.add_argument("--num-gpus", type=int, default=2, help="default: %(default)s")
-    parser.add_argument("--layouts", default="auto,ulysses", help=f"of {', '.join(LAYOUTS)} (default: %(default)s)")
+    parser.add_argument("--num-gpus", default="2", help="how many, or several numbers with commas (default: 2)")
+    parser.add_argument(
+        "--layouts",
+        default="auto,ulysses",
+        help="auto, or cfg, ulysses, ring, tp with + between and degrees, e.g. cfg2+ulysses4 (default: %(default)s)",
+    )
     parser.add_argument("--profile", choices=("stock", "lossless", "fast"), default="stock")
     parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
-    args = parser.parse_args(argv)
-    layouts = {name: _layout(name, args.num_gpus) for name in args.layouts.split(",")}
+    parser.add_argument("--deadline", type=float, default=300.0, help="seconds for each layout (default: 300)")
+    parser.add_argument("--json", type=Path, metavar="FILE", help="write the rows there too")
+    return parser
+
+
+def main(argv: Sequence[str]) -> int:
+    """``triptych bench parallel MODEL``; 1 when a layout failed."""
+    args = _parser().parse_args(argv)
+    wanted = _wanted(args.num_gpus, args.layouts)
+    shape = parse_shape("--shape", args.shape)
     with tempfile.TemporaryDirectory(prefix="triptych-bench-") as folder:
         model = args.model
         if model in synth.SIZES:
             dtype = torch.bfloat16 if args.device == "cuda" else torch.float32
             synth.write(model, Path(folder), torch.device(args.device), dtype, weights=("transformer",))
+            if args.device == "cuda":
+                torch.cuda.empty_cache()
             model = folder
-        plan = Plan(
+        part = Part(
             model=model,
-            shape=parse_shape("shape", args.shape),
+            width=shape.width,
+            height=shape.height,
+            frames=shape.frames,
             steps=args.steps,
             profile=args.profile,
             device=args.device,
-            gpus=args.num_gpus,
-            layouts=layouts,
+            gpus=1,
+            parallel=Parallelism(),
+            folder=folder,
         )
-        _print(run(plan), f"{args.model}, {args.shape}, profile {args.profile}, torch {torch.__version__}")
-    return 0
+        rows: list[Row] = []
+        for row in run(part, wanted, args.deadline):
+            rows.append(row)
+            print(row, flush=True)
+            if args.json is not None:  # after each row: what was measured outlives what breaks off
+                args.json.write_text(json.dumps([asdict(row) for row in rows], indent=1))
+    _print(rows, f"{args.model}, {args.shape}, profile {args.profile}, torch {torch.__version__}")
+    return 1 if any(row.failed for row in rows) else 0
 
 
-def _print(rows: Iterator[Row], title: str) -> None:
+def _wanted(gpus: str, layouts: str) -> list[tuple[int, str]]:
+    """Each layout on each number of GPUs; 1 is always measured."""
+    try:
+        counts = [int(part) for part in gpus.split(",")]
+    except ValueError:
+        counts = [0]
+    if min(counts) < 1:
+        raise ConfigError(f"num-gpus={gpus!r}: must be whole numbers of 1 or more, with commas between")
+    names = layouts.split(",")
+    for name in names:
+        if name != "auto" and not all(_LAYOUT.fullmatch(part) for part in name.split("+")):
+            raise ConfigError(f"layouts={name!r}: must be auto, or of cfg, ulysses, ring, tp with + between")
+    return [(count, name) for count in counts if count > 1 for name in names]
+
+
+def _print(rows: Sequence[Row], title: str) -> None:
     table = Table(title=title)
     for column in ("ranks", "layout", "guidance", "ms a step", "x one", "equal bytes", "relative error"):
         table.add_column(column)
     for row in rows:
+        if row.failed:
+            table.add_row(str(row.ranks), row.layout, "", "failed", "", "", "")
+            continue
         table.add_row(
             str(row.ranks),
             row.layout,
@@ -246,3 +291,6 @@ def _print(rows: Iterator[Row], title: str) -> None:
             f"{row.error:.1e}",
         )
     Console().print(table)
+    for row in rows:
+        if row.failed:
+            print(row)

@@ -19,10 +19,12 @@ from rich.table import Table
 
 from triptych.bench.arrangement import Arrangement, Gpus, Running, running
 from triptych.bench.load import Load, Measured
+from triptych.bench.turnover import Turnovers
 from triptych.client import Client
 from triptych.config import Shape, parse_shape
 from triptych.errors import ConfigError
 from triptych.ids import ROLES
+from triptych.launch.readers import read_gpu_lists
 
 BASELINES = ("replicas", "stock")
 
@@ -48,6 +50,10 @@ class Row:
     failures: tuple[str, ...]
     stages: Mapping[str, float]
     """Mean seconds of each stage's computation, and what lies between."""
+    turnovers: int = 0
+    """How often a denoiser went from one request to one that was queued already."""
+    idle: float = 0.0
+    """Mean seconds that it stood still then."""
 
     @property
     def sound(self) -> bool:
@@ -79,14 +85,19 @@ def measure(url: str, name: str, gpus: int, plan: Plan, api_key: str | None = No
         if first.failures:
             raise ConfigError(f"{name}: the first request failed: {first.failures[0]}")
     load = Load(url, plan.fields, kind=kind, api_key=api_key)
+    before = Turnovers.read(url, api_key)
     for count in plan.bursts:
-        yield _row(name, gpus, f"burst of {count}", load.burst(count))
+        measured = load.burst(count)
+        after = Turnovers.read(url, api_key)
+        yield _row(name, gpus, f"burst of {count}", measured, after - before)
+        before = after
     if plan.requests:
         load = Load(url, plan.open_fields, kind=kind, api_key=api_key)
-        yield _row(name, gpus, f"Poisson {plan.rate:g}/s", load.poisson(plan.requests, plan.rate))
+        measured = load.poisson(plan.requests, plan.rate)
+        yield _row(name, gpus, f"Poisson {plan.rate:g}/s", measured, Turnovers.read(url, api_key) - before)
 
 
-def _row(name: str, gpus: int, load: str, measured: Measured) -> Row:
+def _row(name: str, gpus: int, load: str, measured: Measured, turned: Turnovers) -> Row:
     return Row(
         arrangement=name,
         gpus=gpus,
@@ -102,6 +113,8 @@ def _row(name: str, gpus: int, load: str, measured: Measured) -> Row:
         little_holds=measured.little_holds,
         failures=tuple(measured.failures),
         stages=_stages(measured),
+        turnovers=turned.count,
+        idle=turned.seconds / turned.count if turned.count else 0.0,
     )
 
 
@@ -155,7 +168,8 @@ def say(group: Running) -> None:
 def show(rows: Sequence[Row], console: Console) -> None:
     """Print the rows as a table, then every failure."""
     table = Table(title="requests over HTTP; seconds from sending to the last byte")
-    for heading in ("arrangement", "GPUs", "load", "done", "QPS", "P50", "P95", "P99", "live", "rate x time", "stages"):
+    figures = ("QPS", "P50", "P95", "P99", "live", "rate x time", "idle ms")
+    for heading in ("arrangement", "GPUs", "load", "done", *figures, "stages"):
         table.add_column(heading, justify="left" if heading in ("arrangement", "load", "stages") else "right")
     for row in rows:
         table.add_row(
@@ -169,6 +183,7 @@ def show(rows: Sequence[Row], console: Console) -> None:
             f"{row.p99:.3f}",
             f"{row.live:.2f}",
             f"{row.expected_live:.2f}" + ("" if row.little_holds else " (!)"),
+            f"{row.idle * 1e3:.1f}" if row.turnovers else "",
             ", ".join(f"{name} {seconds:.3f}" for name, seconds in row.stages.items()),
         )
     console.print(table)
@@ -189,7 +204,7 @@ def _parser() -> argparse.ArgumentParser:
     for role in ROLES:
         parser.add_argument(
             f"--{role}-gpus", default="0", metavar="LISTS",
-            help="GPU of each instance, with semicolons; on the CPU the same numbers stand for shares (default: 0)",
+            help="GPUs, ';' between instances and ',' within one; on the CPU only how many counts (default: 0)",
         )  # fmt: skip
     parser.add_argument("--bursts", default="1,2,4,8", help="simultaneous requests (default: %(default)s)")
     parser.add_argument("--rate", type=float, default=1.0, help="Poisson arrivals a second (default: %(default)s)")
@@ -220,7 +235,7 @@ def main(argv: Sequence[str]) -> int:
             raise ConfigError("--server starts nothing, so neither --baseline nor --option applies")
         measured = measure(args.server, "server", 0, plan, args.api_key)
     else:
-        gpus = cast(Gpus, {role: _gpu_lists(f"--{role}-gpus", getattr(args, f"{role}_gpus")) for role in ROLES})
+        gpus = cast(Gpus, {role: read_gpu_lists(f"--{role}-gpus", getattr(args, f"{role}_gpus")) for role in ROLES})
         arrangement = Arrangement(model=args.model, gpus=gpus, options=_options(args.option))
         measured = run(arrangement, baselines, plan, args.stock_repeats)
     rows: list[Row] = []
@@ -258,13 +273,6 @@ def _fields(shape: Shape | None, steps: int | None) -> dict[str, Any]:
     if steps is not None:
         fields["num_inference_steps"] = steps
     return fields
-
-
-def _gpu_lists(flag: str, text: str) -> list[list[int]]:
-    try:
-        return [[int(part)] for part in text.split(";")]
-    except ValueError:
-        raise ConfigError(f"{flag} {text!r}: must be GPU numbers with semicolons, one for each instance") from None
 
 
 def _options(pairs: Sequence[str]) -> dict[str, str | bool]:

@@ -10,7 +10,7 @@ from typing import Any
 
 from triptych.errors import ConfigError
 from triptych.launch.options import OPTIONS, Option
-from triptych.launch.readers import read_integer
+from triptych.launch.readers import read_gpu_lists, read_integer
 
 DEFAULT_SERVER = "http://127.0.0.1:30000"
 
@@ -52,13 +52,11 @@ def parse_size(text: str) -> str:
 
 
 def parse_gpu_lists(text: str) -> list[list[int]]:
-    """GPU numbers: ';' between instances, ',' between the GPUs of one instance."""
+    """`read_gpu_lists` in the words of argparse."""
     try:
-        return [[int(gpu) for gpu in part.split(",")] for part in text.split(";")]
-    except ValueError:
-        raise argparse.ArgumentTypeError(
-            f"{text!r}: must be GPU numbers, ';' between instances, e.g. \"1;2\""
-        ) from None
+        return read_gpu_lists("", text)
+    except ConfigError as error:
+        raise argparse.ArgumentTypeError(error.message.strip()) from error
 
 
 def parse_count(text: str) -> int:
@@ -199,9 +197,9 @@ def _doctor(parser: argparse.ArgumentParser) -> None:
 
 _BENCHES = (
     "the router alone, handoffs, a forward and a decode against stock Diffusers, HTTP serving, a pool under load, a "
-    "denoising step on several GPUs, memory by role"
+    "denoising step on several GPUs, all comparisons of several GPUs, memory by role"
 )
-_BENCH_NAMES = ("control", "transfer", "stages", "serve", "soak", "parallel", "memory")
+_BENCH_NAMES = ("control", "transfer", "stages", "serve", "soak", "parallel", "scaling", "memory")
 
 
 def _bench(parser: argparse.ArgumentParser) -> None:

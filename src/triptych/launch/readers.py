@@ -54,6 +54,14 @@ def read_integer(flag: str, value: object) -> int:
     raise refuse(flag, value, "a whole number, 0 or more")
 
 
+def read_gpu_lists(flag: str, value: object) -> list[list[int]]:
+    """GPU numbers: ';' between instances, ',' between the GPUs of one instance."""
+    text = read_text(flag, value)
+    if re.fullmatch(r"\d+(,\d+)*(;\d+(,\d+)*)*", text) is None:
+        raise refuse(flag, text, "GPU numbers, ';' between instances and ',' within one, e.g. \"0,1;2\"")
+    return [[int(gpu) for gpu in part.split(",")] for part in text.split(";")]
+
+
 def read_ports(flag: str, value: object) -> tuple[int, ...]:
     """Three ports with commas between, or a sequence of three."""
     parts: list[object] = list(re.split("[,;]", value)) if isinstance(value, str) else _sequence(flag, value)

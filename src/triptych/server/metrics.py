@@ -35,6 +35,8 @@ _COUNTS = {
     "prompt_hits": "Prompts whose embeddings were there already.",
     "prompt_misses": "Prompts that the text encoder had to compute.",
     "steps_skipped": "Denoiser forwards that step caching made short.",
+    "turnovers": "Stages that began when the one before was over, and were known of by then.",
+    "turnover_seconds": "Time in between, in which the device stood still.",
 }
 """Fields of `Counts` as metrics."""
 

@@ -17,7 +17,7 @@ from triptych.wire.schema import RequestSchema
 
 MAX_PREVIEW_BYTES = 32 << 10
 
-PROTOCOL_VERSION = 1
+PROTOCOL_VERSION = 2
 
 ID_LENGTH = 256
 """Characters of the longest id. Ids of strangers are echoed in answers, which wait for whoever does not read them."""
@@ -99,6 +99,10 @@ class Counts(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     prompt_misses: int = 0
     steps_skipped: int = 0
     """Denoiser forwards that step caching made short."""
+    turnovers: int = 0
+    """Stages that began when the one before was over, and were known of by then."""
+    turnover_seconds: float = 0.0
+    """Time that passed in between."""
 
 
 class Heartbeat(_FromInstance, frozen=True, tag="heartbeat"):

@@ -103,6 +103,8 @@ class ComputeThread(WorkerThread[ComputeJob]):
         self._show = show
         self._waiting: deque[ComputeJob] = deque()
         self._running: deque[_Running] = deque()
+        self._ended_at: float | None = None
+        """When the last stage was over, while nothing has begun since; seconds of `time.monotonic`."""
         self._in_flight: SimpleQueue[torch.cuda.Event] = SimpleQueue()
 
     def work(self) -> None:
@@ -151,6 +153,7 @@ class ComputeThread(WorkerThread[ComputeJob]):
 
     def _begin(self, pipeline: RolePipeline, job: ComputeJob) -> None:
         lease = job.ticket.lease
+        self._count_turnover(job.ticket)
         self._post(ComputeStarted(lease=lease))
         begun = time.perf_counter()
         try:
@@ -172,6 +175,13 @@ class ComputeThread(WorkerThread[ComputeJob]):
         if isinstance(run, Streaming):
             run.stream_to(lambda clips: self._stream(running, clips))
         self._running.appendleft(running)
+
+    def _count_turnover(self, ticket: Ticket) -> None:
+        """Count how long the device has stood still for a stage that could have followed at once."""
+        if self._ended_at is not None and not self._running and ticket.since < self._ended_at:
+            self._tally.turnovers += 1
+            self._tally.turnover_seconds += time.monotonic() - self._ended_at
+        self._ended_at = None
 
     def _stream(self, running: _Running, clips: tuple[Clip, ...]) -> None:
         """Frames of a stage come while it goes on: from now on its lease is in the hands of whoever writes the file."""
@@ -244,6 +254,8 @@ class ComputeThread(WorkerThread[ComputeJob]):
     def _advanced(self, running: _Running, result: StageResult | Exception | None) -> None:
         """Report what a step gave, and go on or hand on."""
         ticket = running.ticket
+        if result is not None:
+            self._ended_at = time.monotonic()
         if isinstance(result, Exception):
             running.run.cancel()
             self._fail(running, result)

@@ -7,6 +7,7 @@ so a cancelled lease ends exactly once, wherever it is.
 from __future__ import annotations
 
 import threading
+import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any, TypeAlias
@@ -37,6 +38,8 @@ class Ticket:
     cancelled: threading.Event = field(default_factory=threading.Event)
     suspended: threading.Event = field(default_factory=threading.Event)
     """Asks the compute thread, and nobody else, to stop it between two steps and keep what was done."""
+    since: float = field(default_factory=time.monotonic)
+    """When this process took it on."""
 
 
 # -- jobs ---------------------------------------------------------------------------------------------------------

@@ -82,7 +82,3 @@ class Team:
         data = data.to(self.device)
         self.broadcast(data)
         return bytes(data.cpu().tolist()).rstrip(b"\0").decode()
-
-    def leave(self) -> None:
-        """Give the groups up. Only for a process that goes on afterwards."""
-        dist.destroy_process_group()

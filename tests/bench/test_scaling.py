@@ -1,0 +1,65 @@
+"""The list of all comparisons of several GPUs: what is in it, and how it is broken off and taken up."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from triptych.bench.parallel import layout
+from triptych.bench.scaling import Ledger, Plan, Run, carry_out, main, runs
+from triptych.cli.main import build_parser
+from triptych.errors import ConfigError
+
+REFUSED = Run(name="refused", words=("up",), deadline=60.0)
+
+
+def plan(gpus: int) -> Plan:
+    return Plan(
+        size="wan2.1-t2v-1.3b", model="m", gpus=gpus, device="cuda", shape="832x480x81", steps=(50, 4),
+        profile="lossless", bursts="1,2,4,8",
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize("gpus", [1, 2, 4, 8])
+def test_every_run_is_a_command_that_is_understood(gpus: int) -> None:
+    wanted = list(runs(plan(gpus)))
+    assert len({run.name for run in wanted}) == len(wanted)
+    parser = build_parser()
+    for run in wanted:
+        parser.parse_args(run.words)
+        if run.name.startswith("step-"):
+            count = int(run.name.removeprefix("step-"))
+            for name in run.words[run.words.index("--layouts") + 1].split(","):
+                layout(name, count)
+
+
+def test_eight_gpus_are_three_pairs_or_one_of_four_beside_encoder_and_decoder_against_replicas() -> None:
+    serving = {run.name: " ".join(run.words) for run in runs(plan(8)) if run.name.startswith("serve-50-")}
+    assert "--denoiser-gpus 1,2;3,4;5,6 --decoder-gpus 7 --baseline replicas" in serving["serve-50-three-pairs"]
+    assert "--denoiser-gpus 1,2,3,4 --decoder-gpus 0" in serving["serve-50-one-of-four"]
+
+
+def test_a_run_that_fails_or_is_late_is_written_down_and_one_that_was_cut_short_is_not(tmp_path: Path) -> None:
+    ledger = Ledger(tmp_path)
+    assert carry_out(REFUSED, ledger)
+    assert carry_out(Run(name="late", words=REFUSED.words, deadline=0.05), ledger)
+    assert not carry_out(Run(name="cut", words=REFUSED.words, deadline=60.0), ledger, left=0.05)
+    again = Ledger(tmp_path)
+    assert {name: entry["status"] for name, entry in again.ended.items()} == {"refused": 2, "late": None}
+
+
+def test_what_is_done_is_not_done_again(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    entry = {"name": "serve-4-one", "status": 0}
+    (tmp_path / "runs.jsonl").write_text(json.dumps(entry) + "\n")
+    words = ["tiny", "--out", str(tmp_path), "--num-gpus", "1", "--device", "cpu", "--only", "serve-4"]
+    assert main(words) == 0
+    assert "serve-4-one: done before" in capsys.readouterr().out
+    assert main([*words[:-1], "serve", "--budget", "1"]) == 1
+    assert "1 are left to do" in capsys.readouterr().out
+
+
+def test_a_machine_that_is_not_known_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="num-gpus=3"):
+        main(["tiny", "--out", str(tmp_path), "--num-gpus", "3"])
