@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from triptych.accel import attention, quant, wan_vae
+from triptych.accel import attention, quant, text_keys, wan_vae
 from triptych.accel import step_cache as step_caching
 from triptych.accel.batching import ForwardBatcher
 from triptych.accel.cuda_graphs import CudaGraphs
@@ -91,6 +91,8 @@ def accelerate(
             if not step_cache:  # which decides in the middle of a forward
                 done.append(_graphs(name, model, device))
             done += _fuse_and_compile(name, model, device, dtype, gelu=profile != "fast" and name not in quantised)
+            if batcher is None:  # which makes a new tensor of several requests' texts in each step
+                done += _text_keys(name, model, compiled=done[-1].on)
         if batcher is not None:
             done.append(_batching(name, model, batcher))
         if step_cache:
@@ -117,6 +119,15 @@ def _prompts(name: str, model: nn.Module, cache: PromptCache) -> Technique:
     install_prompts(model, cache, name)
     why = f"embeddings of up to {cache.max_bytes >> 20} MiB"
     return Technique(name=f"{name}: prompt cache", on=True, why=why, exact=True)
+
+
+def _text_keys(name: str, model: nn.Module, *, compiled: bool) -> list[Technique]:
+    if not text_keys.supports(model):
+        return []
+    blocks = text_keys.TextKeys().install(model)
+    why = f"computed once for each request in {blocks} blocks"
+    # Apart from a compiled block they are rounded as the stock model rounds them, within it as its kernels do.
+    return [Technique(name=f"{name}: text keys and values", on=True, why=why, exact=not compiled)]
 
 
 def _step_cache(name: str, model: nn.Module, threshold: float, memory: StepMemory | None, tally: Tally) -> Technique:

@@ -1,0 +1,185 @@
+"""Keys and values of the text, which every step of a request asks for again, computed once.
+
+In Wan's cross-attention they depend on the text alone: neither the step nor the picture has a part in them. (Qwen-Image
+and Flux send the text through their blocks together with the picture, so it is another one in each step.) What was
+computed belongs to the tensor of embeddings that the model was given: it is found again by that very tensor, as long as
+nobody has written to it, and is gone when the tensor is, so requests that take turns, branches of guidance and resumed
+checkpoints each have their own. The arithmetic is that of the stock model, outside of its blocks' compiled graphs.
+"""
+
+# pyright: reportPrivateUsage=false
+
+from __future__ import annotations
+
+import functools
+import inspect
+import weakref
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any, Final, TypeAlias
+
+import torch
+from diffusers.models.attention_dispatch import dispatch_attention_fn
+from diffusers.models.transformers.transformer_wan import WanAttention, WanTransformerBlock
+from torch import Tensor, nn
+
+_TEXT_TOKENS: Final = 512
+"""The text's share of the context of a model that also attends to a picture's tokens, which stand before it."""
+
+_Key: TypeAlias = tuple[int, ...]
+
+
+@dataclass(kw_only=True, slots=True)
+class _Kept:
+    """What was computed from the embeddings of one text, and of a picture where there is one."""
+
+    sources: tuple[weakref.ref[Tensor], ...] = ()
+    versions: tuple[int, ...] = ()
+    embedded: dict[str, Tensor] = field(default_factory=dict[str, Tensor])
+    """By embedder: what it made of the embeddings."""
+    keys_values: dict[int, Tensor] = field(default_factory=dict[int, Tensor])
+    """By block: [2, batch, tokens, width]."""
+
+
+class TextKeys:
+    """What one model has computed from texts that are still there. Used from one thread."""
+
+    def __init__(self) -> None:
+        self._kept: dict[_Key, _Kept] = {}
+        self._now = _Kept()
+
+    def __len__(self) -> int:
+        """How many texts are remembered."""
+        return len(self._kept)
+
+    def install(self, model: nn.Module) -> int:
+        """Have the forwards of a Wan transformer use this; returns how many blocks there are. To be called after the
+        blocks are compiled, if they are."""
+        transformer: Any = model
+        compute: Callable[..., Any] = model.forward
+        signature = inspect.signature(compute)
+
+        @functools.wraps(compute)
+        def forward(*args: Any, **kwargs: Any) -> Any:
+            given = signature.bind(*args, **kwargs).arguments
+            texts = (given["encoder_hidden_states"], given.get("encoder_hidden_states_image"))
+            self._now = self._find(tuple(text for text in texts if text is not None))
+            try:
+                return compute(*args, **kwargs)
+            finally:
+                self._now = _Kept()
+
+        model.forward = forward
+        embedder = transformer.condition_embedder
+        for name in ("text_embedder", "image_embedder"):
+            if (part := getattr(embedder, name)) is not None:
+                self._install_embedder(part, name)
+        for index, block in enumerate(transformer.blocks):
+            attend = KeptTextAttention()
+            attend._attention_backend = block.attn2.processor._attention_backend
+            block.attn2.processor = attend
+            block.__class__ = _with_text(type(block), lambda b, text, index=index: self._of(b.attn2, index, text))
+        return len(transformer.blocks)
+
+    def _find(self, texts: tuple[Tensor, ...]) -> _Kept:
+        """What is kept of these texts, or room for it."""
+        capturing = texts[0].is_cuda and torch.cuda.is_current_stream_capturing()
+        if capturing or any(text.is_inference() for text in texts):
+            return _Kept()  # a recording must compute it from its inputs; the other kind does not say when it changes
+        key = tuple(map(id, texts))
+        versions = tuple(text._version for text in texts)
+        known = self._kept.get(key)
+        if known is None or known.versions != versions:
+            forget = functools.partial(_forget, self._kept, key)
+            known = _Kept(sources=tuple(weakref.ref(text, forget) for text in texts), versions=versions)
+            self._kept[key] = known
+        return known
+
+    def _install_embedder(self, part: nn.Module, name: str) -> None:
+        compute: Callable[[Tensor], Tensor] = part.forward
+
+        @functools.wraps(compute)
+        def forward(embeds: Tensor) -> Tensor:
+            if name not in self._now.embedded:
+                self._now.embedded[name] = compute(embeds)
+            return self._now.embedded[name]
+
+        part.forward = forward
+
+    def _of(self, attention: Any, index: int, text: Tensor) -> Tensor:
+        if index not in self._now.keys_values:
+            self._now.keys_values[index] = keys_values(attention, text)
+        return self._now.keys_values[index]
+
+
+def _forget(kept: dict[_Key, _Kept], key: _Key, dead: weakref.ref[Tensor]) -> None:
+    """One of the sources is gone; what stands under its old address may by now be another's."""
+    if key in kept and dead in kept[key].sources:
+        del kept[key]
+
+
+def supports(model: nn.Module) -> bool:
+    """Whether a model is a Wan transformer as Diffusers makes it."""
+    blocks = [module for module in model.modules() if isinstance(module, WanTransformerBlock)]
+    return type(model).__name__ == "WanTransformer3DModel" and not any(
+        attention.fused_projections for block in blocks for attention in (block.attn1, block.attn2)
+    )
+
+
+def keys_values(attention: WanAttention, text: Tensor) -> Tensor:
+    """[2, batch, tokens, width] of a context [batch, tokens, width]: keys as they are compared, and values."""
+    part: Any = attention
+    picture = None
+    if part.add_k_proj is not None:
+        tokens = text.shape[1] - _TEXT_TOKENS
+        picture, text = text[:, :tokens], text[:, tokens:]
+    key, value = part.norm_k(part.to_k(text)), part.to_v(text)
+    if picture is not None:
+        key = torch.cat([part.norm_added_k(part.add_k_proj(picture)), key], dim=1)
+        value = torch.cat([part.add_v_proj(picture), value], dim=1)
+    return torch.stack([key, value])
+
+
+class KeptTextAttention:
+    """Wan's cross-attention over `keys_values` in place of the text."""
+
+    _attention_backend: Any = None
+    _parallel_config: Any = None
+
+    def __call__(
+        self,
+        attn: Any,
+        hidden_states: Tensor,
+        encoder_hidden_states: Tensor,
+        attention_mask: Tensor | None = None,
+        rotary_emb: None = None,
+    ) -> Tensor:
+        query = attn.norm_q(attn.to_q(hidden_states)).unflatten(2, (attn.heads, -1))
+        key, value = (part.unflatten(2, (attn.heads, -1)) for part in encoder_hidden_states.unbind())
+        over_picture = None
+        if attn.add_k_proj is not None:
+            tokens = key.shape[1] - _TEXT_TOKENS
+            over_picture = self._attend(query, key[:, :tokens], value[:, :tokens], None)
+            key, value = key[:, tokens:], value[:, tokens:]
+        out = self._attend(query, key, value, attention_mask)
+        if over_picture is not None:
+            out = out + over_picture
+        return attn.to_out[1](attn.to_out[0](out))
+
+    def _attend(self, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None) -> Tensor:
+        # Every rank that shares the tokens has the whole text.
+        out = dispatch_attention_fn(query, key, value, attn_mask=mask, backend=self._attention_backend)
+        return out.flatten(2, 3).type_as(query)
+
+
+def _with_text(kind: type[Any], kept: Callable[[Any, Tensor], Tensor]) -> type[Any]:
+    """A class of blocks as it is, but for being called with `keys_values` in place of the text."""
+
+    class Block(kind):
+        def __call__(self, hidden_states: Tensor, encoder_hidden_states: Tensor, *args: Any, **kwargs: Any) -> Any:
+            return super().__call__(hidden_states, kept(self, encoder_hidden_states), *args, **kwargs)
+
+    Block.__name__ = kind.__name__
+    Block.__qualname__ = kind.__qualname__
+    Block.__module__ = kind.__module__
+    return Block
