@@ -20,7 +20,7 @@ from typing import Any, Final, TypeAlias
 
 import torch
 from diffusers.models.attention_dispatch import dispatch_attention_fn
-from diffusers.models.transformers.transformer_wan import WanAttention, WanTransformerBlock
+from diffusers.models.transformers.transformer_wan import WanTransformerBlock
 from torch import Tensor, nn
 
 _TEXT_TOKENS: Final = 512
@@ -126,17 +126,16 @@ def supports(model: nn.Module) -> bool:
     )
 
 
-def keys_values(attention: WanAttention, text: Tensor) -> Tensor:
-    """[2, batch, tokens, width] of a context [batch, tokens, width]: keys as they are compared, and values."""
-    part: Any = attention
+def keys_values(attention: Any, text: Tensor) -> Tensor:
+    """[2, batch, tokens, width] of an attention over a context [batch, tokens, width]: keys as they are compared, and values."""
     picture = None
-    if part.add_k_proj is not None:
+    if attention.add_k_proj is not None:
         tokens = text.shape[1] - _TEXT_TOKENS
         picture, text = text[:, :tokens], text[:, tokens:]
-    key, value = part.norm_k(part.to_k(text)), part.to_v(text)
+    key, value = attention.norm_k(attention.to_k(text)), attention.to_v(text)
     if picture is not None:
-        key = torch.cat([part.norm_added_k(part.add_k_proj(picture)), key], dim=1)
-        value = torch.cat([part.add_v_proj(picture), value], dim=1)
+        key = torch.cat([attention.norm_added_k(attention.add_k_proj(picture)), key], dim=1)
+        value = torch.cat([attention.add_v_proj(picture), value], dim=1)
     return torch.stack([key, value])
 
 
