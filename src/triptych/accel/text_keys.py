@@ -127,16 +127,14 @@ def supports(model: nn.Module) -> bool:
 
 
 def keys_values(attention: Any, text: Tensor) -> Tensor:
-    """[2, batch, tokens, width] of an attention over a context [batch, tokens, width]: keys as they are compared, and values."""
-    picture = None
-    if attention.add_k_proj is not None:
-        tokens = text.shape[1] - _TEXT_TOKENS
-        picture, text = text[:, :tokens], text[:, tokens:]
-    key, value = attention.norm_k(attention.to_k(text)), attention.to_v(text)
-    if picture is not None:
-        key = torch.cat([attention.norm_added_k(attention.add_k_proj(picture)), key], dim=1)
-        value = torch.cat([attention.add_v_proj(picture), value], dim=1)
-    return torch.stack([key, value])
+    """Keys as ``attention`` compares them, and values, of a context [batch, tokens, width], in one tensor of two."""
+    if attention.add_k_proj is None:
+        return torch.stack([attention.norm_k(attention.to_k(text)), attention.to_v(text)])
+    tokens = text.shape[1] - _TEXT_TOKENS
+    picture, text = text[:, :tokens], text[:, tokens:]
+    key = [attention.norm_added_k(attention.add_k_proj(picture)), attention.norm_k(attention.to_k(text))]
+    value = [attention.add_v_proj(picture), attention.to_v(text)]
+    return torch.stack([torch.cat(key, dim=1), torch.cat(value, dim=1)])
 
 
 class KeptTextAttention:
