@@ -203,6 +203,24 @@ def test_a_frozen_instance_loses_its_work_and_is_welcome_when_it_wakes() -> None
     assert len(simulation.server.router.instances()) == 4
 
 
+def test_the_hello_of_a_life_that_is_over_may_come_late_and_the_new_life_is_known_again_soon() -> None:
+    """Symptom: a cut held it back for longer than everything else, and the cluster was judged before it had settled."""
+    simulation = quiet()
+    encoder = simulation.instances[InstanceId("encoder-0")]
+    encoder.crash()
+    simulation.network.cut([encoder.id], 2.0, holds=True)
+    encoder.start()
+    simulation.run_for(0.5)
+    encoder.crash()
+    encoder.start()
+    simulation.run_for(1.0)
+    assert not simulation.network.whole
+    simulation.run()
+    assert [view.epoch for view in simulation.server.router.instances() if view.instance == encoder.id] == [
+        encoder.epoch
+    ]
+
+
 @pytest.mark.parametrize(
     "state",
     [

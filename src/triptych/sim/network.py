@@ -37,6 +37,8 @@ class Network:
         self._partitions: list[_Partition] = []
         self._latest: dict[tuple[str, str], float] = {}
         """When the last message of each link arrives."""
+        self._late_until = 0.0
+        """When the last message that was held up arrives."""
         self.intercept: Callable[[Message], bool] | None = None
         """Asked for each message; True swallows it."""
 
@@ -58,6 +60,7 @@ class Network:
             jitter = held if world.calm else held + world.random.random() * plan.jitter
             if jitter > _LATE:
                 world.coverage.faults[Fault.MESSAGE_DELAYED] += 1
+                self._late_until = max(self._late_until, world.now + plan.latency + jitter)
             arrival = world.now + plan.latency + jitter
             if arrival < self._latest.get((source, target), 0.0):
                 world.coverage.faults[Fault.MESSAGES_REORDERED] += 1
@@ -72,8 +75,10 @@ class Network:
 
     @property
     def whole(self) -> bool:
-        """Whether nothing is cut."""
-        return all(partition.until <= self._world.now for partition in self._partitions)
+        """Whether nothing is cut, and nothing is still under way that was held up."""
+        return self._late_until < self._world.now and all(
+            partition.until <= self._world.now for partition in self._partitions
+        )
 
     def connected(self, source: str, target: str) -> bool:
         """Whether a connection between two ends works at present."""

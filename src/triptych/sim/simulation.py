@@ -187,7 +187,7 @@ class Simulation:
         if not self.server.alive:
             left.append("no server")
         if not self.network.whole:
-            left.append("a part of the network is cut off")
+            left.append("a part of the network is cut off, or something is late")
         for instance in self.instances.values():
             if not instance.awake:
                 left.append(f"{instance.id} is not awake")
