@@ -191,6 +191,8 @@ class Simulation:
         for instance in self.instances.values():
             if not instance.awake:
                 left.append(f"{instance.id} is not awake")
+            if instance.leaving:
+                left.append(f"{instance.id} is leaving")
             left += [f"{instance.id} holds {lease}" for lease in instance.machine.leases]
             left += [f"{instance.id} keeps {copy}" for copy in instance.pool]
         missing = {f"job-{number}" for number in range(self.plan.jobs)} - self.server.ended.keys()

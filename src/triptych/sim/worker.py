@@ -91,6 +91,11 @@ class SimInstance:
         """Whether it lives and is not frozen."""
         return self.alive and self._world.now >= self._frozen_until
 
+    @property
+    def leaving(self) -> bool:
+        """Whether it was asked to leave and the life after has not begun."""
+        return self._back_in is not None
+
     # -- lives -------------------------------------------------------------------------------------------------------
 
     def start(self) -> None:
@@ -104,6 +109,7 @@ class SimInstance:
         self._clock.reset()
         self.epoch = Epoch(f"{self.id}/{self._lives}")
         self.alive = True
+        self._back_in = None
         self.machine = InstanceMachine(greeting(self.id, self.epoch, self.roles, plan))
         self._pool = SimPool(self.id, self.epoch, plan.pool_bytes, plan.copy_bytes)
         self.server_of: dict[Lease, Epoch | None] = {}
