@@ -19,6 +19,7 @@ from PIL import Image
 
 from tests.ports import free_task_ports
 from triptych.api.app import create_app
+from triptych.api.connection import http_settings
 from triptych.bench.noop import NoopInstance
 from triptych.client import Client
 from triptych.config import ServerConfig
@@ -210,9 +211,7 @@ class House:
         doors = [listen("127.0.0.1", port, "--port") for port in self.config.http_ports]
         service = self.service = DiffusionService(self.config)
         app = create_app(service, self.config)
-        options = uvicorn.Config(app, log_config=None, access_log=False, lifespan="off", ws="none")
-        options.timeout_graceful_shutdown = 5
-        self._server = uvicorn.Server(options)
+        self._server = uvicorn.Server(http_settings(app))
         await service.start()
         self._up.set()
         try:

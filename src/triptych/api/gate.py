@@ -19,6 +19,8 @@ log = logging.getLogger(__name__)
 
 STALL_SECONDS = 60.0
 """Longest silence in the middle of a request body."""
+SLOWEST = 2048
+"""Bytes of a body per second; below that, on the whole and after the first `STALL_SECONDS`, it is given up."""
 
 _SANE_ID = re.compile(r"[A-Za-z0-9._-]{1,64}")
 _METHODS = frozenset({"GET", "HEAD", "POST", "PUT", "PATCH", "DELETE", "OPTIONS"})
@@ -94,15 +96,17 @@ class Gate:
         if length.isdecimal() and (len(length) > 15 or int(length) > self._max_body):
             await typed_response(self._too_large(length))(scope, receive, send)
             return
-        taken, whole = 0, False
+        taken, whole, begun = 0, False, time.monotonic()
 
         async def limited() -> Message:
             nonlocal taken, whole
             try:
                 # Once the body is there, what comes is the client's hanging up, and that may take as long as it likes.
-                message = await asyncio.wait_for(receive(), None if whole else STALL_SECONDS)
+                due = begun + STALL_SECONDS + taken / SLOWEST
+                patience = min(STALL_SECONDS, due - time.monotonic())
+                message = await asyncio.wait_for(receive(), None if whole else patience)
             except TimeoutError as error:
-                raise BodyStalled(None, f"nothing of the body came for {STALL_SECONDS:g} seconds") from error
+                raise BodyStalled(None, _slow(taken, time.monotonic() - begun)) from error
             if message["type"] == "http.request":
                 whole = not message.get("more_body", False)
                 taken += len(message.get("body", b""))
@@ -114,3 +118,10 @@ class Gate:
 
     def _too_large(self, size: str) -> BodyTooLarge:
         return BodyTooLarge(None, f"the request body has {size[:20]} bytes; at most {self._max_body} are accepted")
+
+
+def _slow(taken: int, seconds: float) -> str:
+    return (
+        f"{taken} bytes of the body came in {seconds:.3g} seconds; accepted are pauses of {STALL_SECONDS:g} seconds, "
+        f"and on the whole {SLOWEST} bytes per second"
+    )

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import resource
 import signal
 from collections.abc import Callable
 from types import FrameType
@@ -13,8 +14,8 @@ from triptych.launch.ports import listen
 
 log = logging.getLogger(__name__)
 
-SHUTDOWN_SECONDS = 5
-"""How long open connections may take to end once the server was asked to stop."""
+DESCRIPTORS = 65536
+"""Open files and connections that a server may have, as far as its user may: four for each instance, one a client."""
 
 
 def run_server(config: ServerConfig, *, on_started: Callable[[], None] | None = None) -> int:
@@ -24,6 +25,8 @@ def run_server(config: ServerConfig, *, on_started: Callable[[], None] | None = 
     """
     import uvloop
 
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (max(soft, min(hard, DESCRIPTORS)), hard))
     return uvloop.run(_serve(config, on_started))
 
 
@@ -31,6 +34,7 @@ async def _serve(config: ServerConfig, on_started: Callable[[], None] | None) ->
     import uvicorn
 
     from triptych.api.app import create_app
+    from triptych.api.connection import http_settings
     from triptych.server.service import DiffusionService
 
     flags = ["--port", *["--metrics-port"] * bool(config.metrics_port)]
@@ -38,15 +42,7 @@ async def _serve(config: ServerConfig, on_started: Callable[[], None] | None) ->
     doors = [listen(config.host, port, flag) for port, flag in zip(config.http_ports, flags, strict=True)]
     service = DiffusionService(config)
     app = create_app(service, config, stopping=lambda: server.should_exit)
-    server = uvicorn.Server(
-        uvicorn.Config(
-            app,
-            log_config=None,
-            access_log=False,
-            timeout_graceful_shutdown=SHUTDOWN_SECONDS,
-            lifespan="on",
-        )
-    )
+    server = uvicorn.Server(http_settings(app))
 
     def stop(number: int, _frame: FrameType | None) -> None:
         log.info("stopping on %s", signal.Signals(number).name)

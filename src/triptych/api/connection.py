@@ -1,0 +1,129 @@
+"""One HTTP connection, with an end to everything that a client could drag out: its request's head, and our answer.
+
+uvicorn bounds neither: a head that comes byte by byte, or an answer that is never read, would hold a connection for
+ever. (`Gate` bounds what comes between, the body.)
+"""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Any
+
+import uvicorn
+from starlette.types import ASGIApp
+from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
+
+HEAD_SECONDS = 15.0
+"""From the connection, or the end of the last answer, to the last byte of a request's head."""
+HEAD_BYTES = 64 << 10
+"""Longest head, give or take what one read from the socket brings."""
+READ_SECONDS = 60.0
+"""How long a client may take to read the 64 KiB or less that wait for it."""
+SHUTDOWN_SECONDS = 5
+"""How long open connections may take to end once the server was asked to stop."""
+
+
+def http_settings(app: ASGIApp) -> uvicorn.Config:
+    """How uvicorn serves ``app``."""
+    return uvicorn.Config(
+        app,
+        http=Connection,
+        ws="none",
+        log_config=None,
+        access_log=False,
+        timeout_graceful_shutdown=SHUTDOWN_SECONDS,
+        lifespan="on",
+    )
+
+
+class Connection(HttpToolsProtocol):
+    """uvicorn's connection with deadlines."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self._head_timer: asyncio.TimerHandle | None = None
+        self._read_timer: asyncio.TimerHandle | None = None
+        self._in_head = True
+        """Whether the next byte belongs to a head."""
+        self._head_bytes = 0
+        """What earlier reads brought of it."""
+
+    def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
+        """Wait for the first head."""
+        super().connection_made(transport)
+        self._head_timer = self.loop.call_later(HEAD_SECONDS, self._head_overdue)
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        """Nothing is waited for any more."""
+        self._head_timer = _cancelled(self._head_timer)
+        self._read_timer = _cancelled(self._read_timer)
+        super().connection_lost(exc)
+
+    # -- from the client ---------------------------------------------------------------------------------------
+
+    def data_received(self, data: bytes) -> None:
+        """Parse what came, and refuse a head without end."""
+        in_head = self._in_head
+        super().data_received(data)
+        if in_head and self._in_head:
+            self._head_bytes += len(data)
+            if self._head_bytes > HEAD_BYTES:
+                self._refuse(b"431 Request Header Fields Too Large")
+
+    def on_headers_complete(self) -> None:
+        """A head is whole."""
+        self._in_head = False
+        self._head_bytes = 0
+        self._head_timer = _cancelled(self._head_timer)
+        super().on_headers_complete()
+
+    def on_message_complete(self) -> None:
+        """A body is whole, so what follows is the next head."""
+        self._in_head = True
+        super().on_message_complete()
+
+    def _head_overdue(self) -> None:
+        self._head_timer = None
+        if self._head_bytes:
+            self._refuse(b"408 Request Timeout")
+        else:  # nothing came, or what still comes is a body that was answered long ago
+            self.transport.close()
+
+    def _refuse(self, status: bytes) -> None:
+        if not self.transport.is_closing():
+            self.transport.write(b"HTTP/1.1 " + status + b"\r\nconnection: close\r\ncontent-length: 0\r\n\r\n")
+            self.transport.close()
+
+    # -- to the client -----------------------------------------------------------------------------------------
+
+    def pause_writing(self) -> None:
+        """The client does not read as fast as we answer."""
+        super().pause_writing()
+        self._await_reading()
+
+    def resume_writing(self) -> None:
+        """It has caught up."""
+        super().resume_writing()
+        self._read_timer = _cancelled(self._read_timer)
+
+    def on_response_complete(self) -> None:
+        """An answer is out, or waits to be read by a client whose connection is to be closed."""
+        super().on_response_complete()
+        if self.transport.is_closing():
+            self._await_reading()
+        elif self.cycle.response_complete and self._head_timer is None:
+            self._head_timer = self.loop.call_later(HEAD_SECONDS, self._head_overdue)
+
+    def timeout_keep_alive_handler(self) -> None:
+        """The client asks for nothing more."""
+        super().timeout_keep_alive_handler()
+        self._await_reading()
+
+    def _await_reading(self) -> None:
+        if self._read_timer is None and self.transport.get_write_buffer_size():
+            self._read_timer = self.loop.call_later(READ_SECONDS, self.transport.abort)
+
+
+def _cancelled(timer: asyncio.TimerHandle | None) -> None:
+    if timer is not None:
+        timer.cancel()
