@@ -12,7 +12,6 @@ from triptych.errors import ModelError
 from triptych.ids import Role
 from triptych.pipeline.capabilities import (
     TESTED,
-    Capability,
     Split,
     capabilities,
     capability_of,
@@ -50,22 +49,48 @@ def test_the_document_is_fresh() -> None:
 
 
 @pytest.mark.parametrize(
-    ("pipeline", "split", "task", "blocks", "also"),
+    ("pipeline", "split", "task", "blocks", "also", "ways"),
     [
-        ("WanPipeline", "modular", "text-to-video", "WanModularPipeline", ()),
-        ("WanImageToVideoPipeline", "modular", "image-to-video", "WanImage2VideoModularPipeline", ()),
-        ("QwenImageEditPipeline", "modular", "image-to-image", "QwenImageEditModularPipeline", ("inpainting",)),
-        ("LTX2Pipeline", "modular", "text-to-video", "LTX2ModularPipeline", ("image-to-video",)),
-        ("CogVideoXPipeline", "replay", "text-to-video", "", ()),
-        ("StableVideoDiffusionPipeline", "replay", "image-to-video", "", ()),
-        ("StableDiffusionXLPipeline", "replay", "text-to-image", "", ("image-to-image", "inpainting")),
+        ("WanPipeline", "modular", "text-to-video", "WanModularPipeline", "", "cfg sp tp encoder-tp"),
+        ("WanImageToVideoPipeline", "modular", "image-to-video", "WanImage2VideoModularPipeline", "",
+         "cfg sp tp encoder-tp"),
+        ("QwenImageEditPipeline", "modular", "image-to-image", "QwenImageEditModularPipeline", "inpainting", "cfg sp"),
+        ("LTX2Pipeline", "modular", "text-to-video", "LTX2ModularPipeline", "image-to-video", "cfg sp"),
+        ("StableDiffusion3Pipeline", "modular", "text-to-image", "StableDiffusion3ModularPipeline",
+         "image-to-image inpainting", "cfg encoder-tp"),
+        ("CogVideoXPipeline", "replay", "text-to-video", "", "", ""),
+        ("StableVideoDiffusionPipeline", "replay", "image-to-video", "", "", ""),
+        ("WanVideoToVideoPipeline", "replay", "video-to-video", "", "text-to-video", "sp tp"),
+        ("StableDiffusionXLPipeline", "replay", "text-to-image", "", "image-to-image inpainting", ""),
         # Its family's blocks would leave the image out without a word.
-        ("FluxImg2ImgPipeline", "replay", "image-to-image", "", ("text-to-image", "inpainting")),
+        ("FluxImg2ImgPipeline", "replay", "image-to-image", "", "text-to-image inpainting", "sp"),
     ],
-)
-def test_how_a_class_is_split(pipeline: str, split: Split, task: str, blocks: str, also: tuple[str, ...]) -> None:
-    expected = Capability(pipeline=pipeline, split=split, task=task, blocks=blocks, also=also)
-    assert capability_of(pipeline) == expected
+)  # fmt: skip
+def test_how_a_class_is_split(pipeline: str, split: Split, task: str, blocks: str, also: str, ways: str) -> None:
+    found = capability_of(pipeline)
+    assert (found.pipeline, found.split, found.task, found.blocks) == (pipeline, split, task, blocks)
+    assert (" ".join(found.also), " ".join(found.ways)) == (also, ways)
+
+
+PROMISED = {
+    "modular": (
+        "WanPipeline", "WanImageToVideoPipeline", "QwenImagePipeline", "QwenImageEditPipeline",
+        "QwenImageEditPlusPipeline", "QwenImageLayeredPipeline", "FluxPipeline", "Flux2Pipeline", "Flux2KleinPipeline",
+        "ZImagePipeline", "LTXPipeline", "LTX2Pipeline", "HeliosPipeline", "StableDiffusion3Pipeline",
+        "HunyuanVideo15Pipeline",
+    ),
+    "replay": (
+        "WanVACEPipeline", "CogVideoXPipeline", "CogVideoXImageToVideoPipeline", "StableVideoDiffusionPipeline",
+        "GlmImagePipeline", "HunyuanVideoPipeline", "MochiPipeline", "StableDiffusionXLPipeline",
+        "PixArtSigmaPipeline", "SanaPipeline",
+    ),
+}  # fmt: skip
+"""Classes that whoever reads the README may rely on."""
+
+
+@pytest.mark.parametrize("split", PROMISED)
+def test_the_families_that_people_ask_for_are_served(split: Split) -> None:
+    assert {name: capability_of(name).split for name in PROMISED[split]} == dict.fromkeys(PROMISED[split], split)
 
 
 @pytest.mark.parametrize(

@@ -24,6 +24,7 @@ from triptych.pipeline.replay_load import owned_components, pipeline_class
 from triptych.pipeline.source import index_components, read_index, resolve_source
 from triptych.pipeline.standin import component_class
 from triptych.pipeline.tasks import LISTS, sibling
+from triptych.pipeline.ways import Way, modular_ways, replay_ways
 
 Split = Literal["modular", "replay"]
 
@@ -54,6 +55,8 @@ class Capability:
     """Tasks that ``--task`` gets out of the same weights."""
     blocks: str = ""
     """The modular pipeline class whose blocks are cut; empty for replay."""
+    ways: tuple[Way, ...] = ()
+    """What several GPUs of one instance can share."""
     reason: str = ""
     """Why it is refused."""
 
@@ -95,12 +98,14 @@ def _own_capability(pipeline: str) -> Capability:
     try:
         if modular_counterpart(index) is not None:
             blocks, parts = _cut(index)
-            return Capability(pipeline=pipeline, split="modular", task=_task(parts), blocks=blocks)
-        anatomy = anatomy_of(pipeline_class(pipeline))
+            ways = modular_ways(parts)
+            return Capability(pipeline=pipeline, split="modular", task=_task(parts), blocks=blocks, ways=ways)
+        kind = pipeline_class(pipeline)
+        anatomy = anatomy_of(kind)
     except ModelError as error:
         reason = error.message.partition("cannot be split: ")[2] or error.message.partition("cannot be served: ")[2]
         return Capability(pipeline=pipeline, split=None, reason=reason or error.message)
-    return Capability(pipeline=pipeline, split="replay", task=anatomy.task)
+    return Capability(pipeline=pipeline, split="replay", task=anatomy.task, ways=replay_ways(kind, anatomy))
 
 
 def model_parts(model: str) -> tuple[Part, ...]:
@@ -128,8 +133,11 @@ def model_parts(model: str) -> tuple[Part, ...]:
 
 def table(rows: Iterable[Capability]) -> str:
     """Rows as text in columns, for a terminal."""
-    lines = [("PIPELINE", "SPLIT", "TASK", "")]
-    lines += [(row.pipeline, row.split or "-", _tasks(row) or "-", row.blocks or row.reason) for row in rows]
+    lines = [("PIPELINE", "SPLIT", "TASK", "GPUS SHARE", "")]
+    lines += [
+        (row.pipeline, row.split or "-", _tasks(row) or "-", _ways(row) or "-", row.blocks or row.reason)
+        for row in rows
+    ]
     return _columns(lines)
 
 
@@ -156,13 +164,17 @@ def markdown(rows: Iterable[Capability]) -> str:
             "computes two branches as one batch, at most one of 255 levels apart.",
             "Where --task stands with other tasks, `triptych serve MODEL --task TASK` makes these of the same weights.",
             "",
+            "Every role of every model may have any number of instances. What the GPUs of one instance can share",
+            "besides: `cfg` the branches of guidance (--denoiser-cfg), `sp` the tokens of a forward (--denoiser-sp, as",
+            "Ulysses, ring or both), `tp` the denoiser's weights (--denoiser-tp), `encoder-tp` those of a T5 encoder.",
+            "",
             "## Split at modular blocks",
             "",
             "Diffusers has these pipelines in blocks, which are cut at the one named `denoise`.",
             "",
-            "| pipeline | task | blocks |",
-            "|---|---|---|",
-            *(f"| {_marked(row)} | {_tasks(row)} | {row.blocks} |" for row in by_split["modular"]),
+            "| pipeline | task | GPUs share | blocks |",
+            "|---|---|---|---|",
+            *(f"| {_marked(row)} | {_tasks(row)} | {_ways(row)} | {row.blocks} |" for row in by_split["modular"]),
             "",
             "## Split by record and replay",
             "",
@@ -170,9 +182,9 @@ def markdown(rows: Iterable[Capability]) -> str:
             "answer; the denoiser replays it and stops at the decode; the decoder replays it and decodes. What a class",
             "does is read off its source; that a class stands here says that it has the shape that this needs.",
             "",
-            "| pipeline | task |",
-            "|---|---|",
-            *(f"| {_marked(row)} | {_tasks(row)} |" for row in by_split["replay"]),
+            "| pipeline | task | GPUs share |",
+            "|---|---|---|",
+            *(f"| {_marked(row)} | {_tasks(row)} | {_ways(row)} |" for row in by_split["replay"]),
             "",
             "## Refused",
             "",
@@ -188,6 +200,10 @@ def markdown(rows: Iterable[Capability]) -> str:
 
 def _tasks(row: Capability) -> str:
     return f"{row.task}; --task {', '.join(row.also)}" if row.also else row.task
+
+
+def _ways(row: Capability) -> str:
+    return ", ".join(row.ways)
 
 
 def _marked(row: Capability) -> str:
