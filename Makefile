@@ -23,7 +23,7 @@ test: $(READY)
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -m "not gpu and not chaos and not vision" -n 2 --dist loadfile
 
 test-vision: $(VISION_READY)
-	$(VISION)/bin/python -m pytest -m "vision and not gpu"
+	OMP_NUM_THREADS=1 $(VISION)/bin/python -m pytest -m "vision and not gpu"
 
 check: $(READY)
 	$(BIN)/ruff check src tests tools

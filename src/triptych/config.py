@@ -321,6 +321,9 @@ class InstanceConfig:
 class RouterConfig:
     """How the router behaves."""
 
+    model: str | None = None
+    """The model that instances must serve (``--model-path`` of a server), by path, Hub id or the last part of either;
+    None: whichever the first one serves."""
     dispatch_policy: DispatchPolicy = "round_robin"
     heartbeat_interval: float = 0.5
     """Seconds between an instance's heartbeats."""

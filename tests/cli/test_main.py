@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
-import time
 
 import pytest
 
@@ -31,12 +31,14 @@ def test_help_is_instant_and_loads_nothing_heavy() -> None:
         "heavy = {'torch', 'diffusers', 'transformers', 'fastapi', 'zmq', 'rich', 'numpy'} & set(sys.modules)\n"
         "assert not heavy, heavy"
     )
-    fastest = 9.0
-    for _ in range(5):  # the machine may be busy: the claim is about the work, so the fastest run counts
-        started = time.perf_counter()
+    cheapest = 9.0
+    for _ in range(5):  # the machine may be busy: the claim is about the work, so the cheapest run counts
+        before = os.times()
         subprocess.run([sys.executable, "-c", code], check=True, capture_output=True)
-        fastest = min(fastest, time.perf_counter() - started)
-    assert fastest < 0.3
+        after = os.times()
+        spent = after.children_user + after.children_system - before.children_user - before.children_system
+        cheapest = min(cheapest, spent)
+    assert cheapest < 0.3
 
 
 def test_version(capsys: pytest.CaptureFixture[str]) -> None:
@@ -73,7 +75,7 @@ def test_a_bad_value_is_named_with_what_is_accepted(
         ([*INSTANCE, "--port", "8000"], "--port"),
         ([*INSTANCE, "--encoder-urls", "tcp://127.0.0.1:1"], "--encoder-urls"),
         ([*INSTANCE, "--queue-timeout", "5"], "--queue-timeout"),
-        (["serve", "--disagg-role", "server", "--model-path", "tiny"], "--model-path"),
+        (["serve", "--disagg-role", "server", "--dtype", "float32"], "--dtype"),
         (["serve", "--disagg-role", "server", "--disagg-transfer", "shm"], "--disagg-transfer"),
         (["serve", "--disagg-role", "server", "--slots", "3"], "--slots"),
         (["serve", "tiny", "--disagg-p2p-hostname", "10.0.0.1"], "--disagg-p2p-hostname"),

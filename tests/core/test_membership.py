@@ -66,6 +66,16 @@ def test_another_model_is_refused_with_both_names() -> None:
     assert bench.router.schema == other
 
 
+def test_a_server_for_one_model_refuses_instances_of_another() -> None:
+    bench = Bench(model="some/path/m")
+    bench.join("encoder")
+    assert bench.sent("encoder", Welcome), "the last part of a path or Hub id is a model's name"
+    bench.receive(goodbye("encoder"))
+    bench.join("denoiser", schema=replace(SCHEMA, model="other"))
+    (refused,) = bench.sent("denoiser", Refused)
+    assert refused.reason == "model='other': this server is for 'some/path/m'"
+
+
 def test_the_encoder_s_defaults_are_those_that_apply() -> None:
     def steps(default: int | None) -> RequestSchema:
         return replace(SCHEMA, params=(Param(name="num_inference_steps", type="integer", default=default),))

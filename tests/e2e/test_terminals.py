@@ -26,7 +26,7 @@ TERMINALS = {
     "--disagg-server-addr tcp://127.0.0.1:19655 --scheduler-port 19001 --num-gpus 1 --base-gpu-id 1",
     "decoder": "triptych serve --model-path MODEL --disagg-role decoder  "
     "--disagg-server-addr tcp://127.0.0.1:19655 --scheduler-port 19002 --num-gpus 1 --base-gpu-id 2",
-    "server": "triptych serve --disagg-role server --encoder-urls tcp://127.0.0.1:19000 "
+    "server": "triptych serve --model-path MODEL --disagg-role server --encoder-urls tcp://127.0.0.1:19000 "
     "--denoiser-urls tcp://127.0.0.1:19001 --decoder-urls tcp://127.0.0.1:19002 "
     "--host 0.0.0.0 --port 22000 --scheduler-port 19655 --insecure",
 }

@@ -32,6 +32,7 @@ def test_an_unknown_keyword_names_the_nearest() -> None:
         ("queue_timeout", 20.0, lambda c: c.queue_timeout),
         ("disagg_dispatch_policy", "max_free_slots", lambda c: c.router.dispatch_policy),
         ("insecure", True, lambda c: c.insecure),
+        ("model_path", "tiny", lambda c: c.router.model),
         ("denoiser_urls", ("tcp://a:1", "tcp://b:2"), lambda c: c.instance_urls[Role.DENOISER]),
     ],
 )
@@ -96,7 +97,7 @@ def test_words_say_the_same_again() -> None:
 
 def test_words_leave_out_what_the_kind_does_not_read() -> None:
     args = ServerArgs.from_kwargs(model_path="tiny", queue_timeout=5, slots=3)
-    assert args.words_for("server") == ["--queue-timeout", "5.0"]
+    assert args.words_for("server") == ["--model-path", "tiny", "--queue-timeout", "5.0"]
     assert args.words_for("instance") == ["--model-path", "tiny", "--slots", "3"]
 
 

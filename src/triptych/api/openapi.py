@@ -11,7 +11,7 @@ from fastapi.openapi.utils import get_openapi
 from triptych.api.keys import OPEN
 from triptych.api.openapi_params import FILE, REFERENCE, nullable, property_of, seconds_schema, size_pattern
 from triptych.api.openapi_tasks import KINDS, UNKNOWN, remix_body, task_body
-from triptych.api.orders import MEDIA, RESPONSE_FORMATS, Output, accepted, model_names, picture_fields, spoken
+from triptych.api.orders import MEDIA, RESPONSE_FORMATS, Output, accepted, picture_fields, spoken
 from triptych.api.timeouts import timeout_schemas
 from triptych.wire.schema import Param, RequestSchema
 
@@ -142,7 +142,7 @@ def request_body(schema: RequestSchema | None, output: Output, *, form: bool) ->
 def _spoken(schema: RequestSchema, output: Output, params: dict[str, Param], *, form: bool) -> dict[str, Any]:
     """The fields that go by OpenAI's names."""
     names = spoken(schema, output)
-    found: dict[str, Any] = {"model": {"type": "string", "enum": list(model_names(schema))}}
+    found: dict[str, Any] = {"model": {"type": "string", "enum": list(schema.names)}}
     if "size" in names:
         found["size"] = {"type": "string", "pattern": size_pattern(params), "example": "832x480"}
     if "seconds" in names:

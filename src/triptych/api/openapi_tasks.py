@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any, Final
 
 from triptych.api.openapi_params import FILE, REFERENCE, nullable, property_of, seconds_schema, size_pattern
-from triptych.api.orders import Output, accepted, model_names, picture_params
+from triptych.api.orders import Output, accepted, picture_params
 from triptych.api.task_orders import NEUTRAL, PICTURES, RENAMED, SUFFIXES
 from triptych.wire.schema import RequestSchema
 
@@ -28,7 +28,7 @@ def task_body(schema: RequestSchema | None, output: Output, *, form: bool) -> di
     pictures = picture_params(schema, output)
     spoken = {name: old for old, name in RENAMED.items()}
     fields = {spoken.get(name, name): property_of(p, form=form) for name, p in params.items() if name not in pictures}
-    fields["model"] = {"type": "string", "enum": list(model_names(schema))}
+    fields["model"] = {"type": "string", "enum": list(schema.names)}
     fields["task_id"] = {"type": "string", "pattern": "^([A-Za-z0-9][A-Za-z0-9_.-]{0,127})?$"}
     endings = "|".join(suffix[1:] for suffix in SUFFIXES[output])
     fields["save_result_path"] = {

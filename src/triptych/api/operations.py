@@ -12,7 +12,6 @@ from starlette.responses import JSONResponse, Response
 
 from triptych.api.errors import RETRY_SECONDS, ModelNotFound, error_type
 from triptych.api.keys import CALLER
-from triptych.api.orders import model_names
 from triptych.api.routes import STRICT, errors
 from triptych.api.shapes import ErrorObject, Health, ModelList, NotReadyBody, Ready, ServedModel
 from triptych.errors import NotReady
@@ -72,7 +71,7 @@ class Operations:
     async def model(self, name: str) -> ServedModel:
         """The served model under any of its names."""
         schema = self._service.schema()
-        names = () if schema is None else model_names(schema)
+        names = () if schema is None else schema.names
         if schema is None or name not in names:
             served = ", ".join(names) or "none yet"
             raise ModelNotFound("model", f"model {name[:60]!r} is not served here; served: {served}")
@@ -109,7 +108,7 @@ class Operations:
         return not self._keys or CALLER in request.scope
 
     def _describe(self, schema: RequestSchema) -> ServedModel:
-        names = model_names(schema)
+        names = schema.names
         return ServedModel(
             id=names[0],
             created=self._created,

@@ -11,7 +11,6 @@ import re
 import secrets
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from pathlib import PurePath
 from typing import Any, Final, Literal, TypeAlias
 
 from triptych.api.body import Body
@@ -72,11 +71,6 @@ class Order:
     """Images wanted; 1 for a video."""
     timeouts: Timeouts | None = None
     """None: the server's own."""
-
-
-def model_names(schema: RequestSchema) -> tuple[str, ...]:
-    """The names by which a request may call the served model: as launched, and the last part of that."""
-    return tuple(dict.fromkeys((schema.model, PurePath(schema.model).name)))
 
 
 def accepted(schema: RequestSchema, output: Output) -> dict[str, Param]:
@@ -152,7 +146,7 @@ def read_order(schema: RequestSchema, body: Body, output: Output) -> Order:
 
 
 def _model(schema: RequestSchema, value: Any) -> str:
-    names = model_names(schema)
+    names = schema.names
     if value is None:
         return names[-1]
     name = read_text("model", value, 1024)

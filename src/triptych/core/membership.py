@@ -96,6 +96,8 @@ class Membership:
             return f"protocol={message.protocol}: this server speaks version {PROTOCOL_VERSION}"
         if not message.roles or message.slots < 1:
             return f"roles={list(message.roles)}, slots={message.slots}: at least one of each is needed"
+        if (model := ledger.config.model) is not None and not message.schema.is_called(model):
+            return f"model={message.schema.model!r}: this server is for {model!r}"
         schema, mine = self._schema_of_others(message)
         if schema is None or schema == mine or not (ledger.members or ledger.jobs):
             return ""

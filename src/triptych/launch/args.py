@@ -194,7 +194,11 @@ class ServerArgs:
             retained_bytes=self.retain_bytes,
             key_dir=self._key_dir,
             insecure=self.insecure,
-            router=RouterConfig(dispatch_policy=self.disagg_dispatch_policy, max_kills=self.max_instance_deaths),
+            router=RouterConfig(
+                model=self.model_path,
+                dispatch_policy=self.disagg_dispatch_policy,
+                max_kills=self.max_instance_deaths,
+            ),
         )
 
     def instance_config(self, *, default_device: DeviceType) -> InstanceConfig:

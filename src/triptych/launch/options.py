@@ -114,7 +114,14 @@ _ROLE = "monolithic, server, or one or several of encoder, denoiser, decoder wit
 _PORT = "first control port: the server's frontend (results arrive on the next three), or an instance's work port"
 
 OPTIONS: tuple[Option, ...] = (
-    _option("model_path", read_path, None, COMPUTE, "MODEL", "model folder, Hub id or embedded model (tiny)"),
+    _option(
+        "model_path",
+        read_path,
+        None,
+        ALL,
+        "MODEL",
+        "model folder, Hub id or embedded model (tiny); a server, which loads none, refuses instances of another one",
+    ),
     _option("disagg_role", read_role, "monolithic", ALL, "ROLE", _ROLE),
     _option("disagg_server_addr", read_address, None, INSTANCE, "TCP", "the server's frontend, tcp://host:port"),
     _option("scheduler_port", read_integer, 5555, ALL, "PORT", _PORT),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from pathlib import PurePath
 from typing import Any, Literal
 
 import msgspec
@@ -63,6 +64,15 @@ class RequestSchema(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
     handoff: HandoffSize | None = None
     max_pixels: int | None = None
     """Most pixels of one output, over all of its frames."""
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """What the model may be called: as launched, and the last part of that."""
+        return tuple(dict.fromkeys((self.model, PurePath(self.model).name)))
+
+    def is_called(self, model: str) -> bool:
+        """Whether a path or Hub id names this model; its last part is enough."""
+        return model in self.names or PurePath(model).name in self.names
 
     def param(self, name: str) -> Param | None:
         """The parameter of that name, or None."""
