@@ -44,9 +44,16 @@ class Pair:
         self.rank0 = rank0
         self.leader.await_ready()
         self.shared = LockstepPipeline(self.rank0, self.leader, config.shared_roles)
+        self.orders: list[Any] = []
+        """All that the follower was told."""
+        self._tell, self.leader.tell = self.leader.tell, self._noted
         self.forwards = 0
         block = self.rank0.component(Role.DENOISER, "transformer").blocks[1]
         block.register_forward_pre_hook(self._count)
+
+    def _noted(self, order: Any, tensors: Any = ()) -> None:
+        self.orders.append(order)
+        self._tell(order, tensors)
 
     def _count(self, _module: torch.nn.Module, args: tuple[torch.Tensor, ...]) -> None:
         self.forwards += 1

@@ -64,6 +64,21 @@ def test_requests_interleave_and_one_is_cancelled_on_all_ranks(pair: Pair) -> No
     assert torch.equal(latents(inbox), expected)
 
 
+def test_a_cancelled_run_takes_no_further_step_and_is_gone_on_every_rank(pair: Pair) -> None:
+    whole, inbox = pair.encoded(num_inference_steps=100)
+    run = pair.shared.start(Role.DENOISER, whole, inbox[Role.DENOISER], [])
+    for _ in range(2):
+        assert run.advance() is None
+    pair.forwards = 0
+    run.cancel()
+    assert pair.forwards == 0
+    pair.leader.tell(Advance(run=pair.orders[-1].run))  # as if the follower had it still
+    with pytest.raises(RanksApart, match="rank 1 alone failed: KeyError"):
+        pair.leader.settle()
+    alone, shared = pair.both(num_inference_steps=2)
+    assert torch.equal(alone, shared)
+
+
 @pytest.mark.parametrize("scale", [5.0, 1.0])
 def test_a_checkpoint_of_one_process_is_continued_by_two_and_back(pair: Pair, scale: float) -> None:
     whole, inbox = pair.encoded(num_inference_steps=5, guidance_scale=scale)
