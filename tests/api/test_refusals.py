@@ -344,7 +344,7 @@ async def test_what_no_pool_can_hold_is_refused_with_both_sizes(tmp_path: Path, 
     door = Door(tmp_path, msgspec.structs.replace(
         SCHEMA, handoff=HandoffSize(channels=16, spatial=8, temporal=4, item_bytes=4, text_bytes=1000)
     ))  # fmt: skip
-    monkeypatch.setattr(door.service, "smallest_pool", lambda: 200_000)
+    monkeypatch.setattr(door.service, "largest_pool", lambda: 200_000)
     response = await door.http.post("/v1/videos", json={"prompt": "a", "size": "256x256"})
     needed = 4 * 16 * 5 * 32 * 32
     await door.refuses(response, 413, "size", [str(needed), "200000"])

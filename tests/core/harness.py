@@ -119,9 +119,11 @@ class Bench:
         for role in ROLES:
             self.join(role, slots=slots)
 
-    def submit(self, name: str, *, queue_timeout: float = 600.0, run_timeout: float = 600.0) -> RequestId:
+    def submit(
+        self, name: str, *, queue_timeout: float = 600.0, run_timeout: float = 600.0, **params: Any
+    ) -> RequestId:
         request = RequestId(name)
-        self.feed(Submit(request=request, params={}, queue_timeout=queue_timeout, run_timeout=run_timeout))
+        self.feed(Submit(request=request, params=params, queue_timeout=queue_timeout, run_timeout=run_timeout))
         return request
 
     def cancel(self, request: RequestId) -> list[RouterAction]:

@@ -14,7 +14,18 @@ from triptych.core.events import (
     Tick,
 )
 from triptych.ids import ROLES, CopyId, Epoch, InstanceId, RequestId, Role
-from triptych.wire.messages import Cancel, Goodbye, Heartbeat, Lease, Refused, Release, RunStage, Unknown, Welcome
+from triptych.wire.messages import (
+    PROTOCOL_VERSION,
+    Cancel,
+    Goodbye,
+    Heartbeat,
+    Lease,
+    Refused,
+    Release,
+    RunStage,
+    Unknown,
+    Welcome,
+)
 from triptych.wire.schema import Param, RequestSchema
 
 from .harness import SCHEMA, SERVER, URLS, Bench, hello, manifest
@@ -47,7 +58,7 @@ def test_another_protocol_version_is_refused() -> None:
     bench = Bench()
     bench.join("encoder", protocol=99)
     (refused,) = bench.sent("encoder", Refused)
-    assert refused.reason == "protocol=99: this server speaks version 1"
+    assert refused.reason == f"protocol=99: this server speaks version {PROTOCOL_VERSION}"
     assert bench.router.instances() == ()
 
 

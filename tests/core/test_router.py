@@ -1,13 +1,15 @@
 from __future__ import annotations
 
+import msgspec
 import pytest
 
-from triptych.core.events import CancelRequest, JobState, StoreFailed, StoreFiles, Update
+from triptych.core.events import CancelRequest, InstanceExited, JobState, StoreFailed, StoreFiles, Update
 from triptych.core.states import TERMINAL
-from triptych.ids import ROLES, RequestId, Role
+from triptych.ids import ROLES, InstanceId, RequestId, Role
 from triptych.wire.messages import Ack, Cancel, ErrorInfo, Lease, Release, RunStage, Welcome
+from triptych.wire.schema import HandoffSize
 
-from .harness import FILE, URLS, Bench
+from .harness import FILE, SCHEMA, URLS, Bench
 
 E, D, V = ROLES
 
@@ -472,3 +474,47 @@ def test_memory_stays_flat_over_many_requests() -> None:
     assert all(not member.grants and not member.copies for member in ledger.members.values())
     assert len(ledger.job_deadlines) == 0
     assert len(ledger.job_deadlines._heap) < 200
+
+
+BIG = {"height": 64, "width": 64, "num_frames": 5}
+"""Latents of 4 x 16 x 2 x 8 x 8 = 8,192 bytes."""
+
+
+def pools_of(*sizes: int) -> Bench:
+    """Denoisers with such transfer pools, and one encoder."""
+    schema = msgspec.structs.replace(
+        SCHEMA, handoff=HandoffSize(channels=16, spatial=8, temporal=4, item_bytes=4, text_bytes=0)
+    )
+    bench = Bench()
+    bench.join("encoder", slots=8, schema=schema)
+    for number, size in enumerate(sizes):
+        bench.join(f"denoiser-{number}", slots=1, pool_bytes=size, schema=schema)
+    return bench
+
+
+def test_latents_are_denoised_where_the_pool_can_hold_them_and_others_pass_them_meanwhile() -> None:
+    bench = pools_of(8_191, 8_192)
+    big, next_big, small = bench.submit("big", **BIG), bench.submit("next", **BIG), bench.submit("small")
+    bench.encode(big)
+    assert bench.run("denoiser-1").lease == lease(big, D)
+    bench.encode(next_big)
+    assert bench.view(next_big).state is JobState.DENOISING_WAITING
+    bench.encode(small)
+    assert bench.run("denoiser-0").lease == lease(small, D)
+    bench.denoise(big, "denoiser-1")
+    assert bench.run("denoiser-1").lease == lease(next_big, D)
+
+
+def test_latents_that_no_live_pool_can_hold_wait_for_one_and_the_timeout_says_so() -> None:
+    bench = pools_of(8_191)
+    lucky = bench.submit("lucky", **BIG)
+    bench.encode(lucky)
+    assert bench.view(lucky).state is JobState.DENOISING_WAITING
+    bench.join("denoiser-9", pool_bytes=8_192, schema=bench.router.schema)
+    assert bench.run("denoiser-9").lease == lease(lucky, D)
+    bench.feed(InstanceExited(instance=InstanceId("denoiser-9")))
+    bench.wait(601)
+    error = bench.view(lucky).error
+    assert error is not None
+    assert "take 8192 bytes" in error.message
+    assert "has 8191" in error.message

@@ -50,7 +50,7 @@ class Desk:
             body = await self._references.resolve(body, pictures, paths=paths)
         timeouts, body = read_timeouts(body, self._config)
         order = await to_thread.run_sync(read_order, schema, body, output)
-        check_handoff(schema, order.params, self._service.smallest_pool())
+        check_handoff(schema, order.params, self._service.largest_pool())
         return replace(order, timeouts=timeouts)
 
     async def submit(

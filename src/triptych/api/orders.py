@@ -19,6 +19,7 @@ from triptych.api.errors import BodyTooLarge, ModelNotFound
 from triptych.api.pictures import clean_picture
 from triptych.api.timeouts import TIMEOUTS, Timeouts
 from triptych.api.validation import bounded, check, nearest, read_number, read_text, refuse, unknown_field
+from triptych.core.cost import latent_bytes
 from triptych.errors import BadRequest
 from triptych.wire.schema import Param, RequestSchema
 
@@ -307,19 +308,14 @@ def _complete(schema: RequestSchema, values: dict[str, Any], output: Output) -> 
 
 
 def check_handoff(schema: RequestSchema, params: Mapping[str, Any], pool_bytes: int | None) -> None:
-    """Refuse latents that an instance's transfer pool could never hold, with both sizes.
+    """Refuse latents that no denoiser's transfer pool could hold, the largest of which has ``pool_bytes``.
 
     Nothing is said while either size is unknown. Latents are what grows with a request; an instance refuses the rest.
     """
-    size = schema.handoff
-    if size is None or pool_bytes is None or not {"height", "width"} <= params.keys():
-        return
-    frames = 1 + (int(params.get("num_frames", 1)) - 1) // size.temporal
-    area = (int(params["height"]) // size.spatial) * (int(params["width"]) // size.spatial)
-    needed = size.item_bytes * size.channels * frames * area * int(params.get("n", 1))
-    if needed > pool_bytes:
+    needed = latent_bytes(schema, params)
+    if pool_bytes is not None and needed > pool_bytes:
         raise BodyTooLarge(
             "size",
-            f"the latents of this request take {needed} bytes; the smallest transfer pool has {pool_bytes} "
-            "(--disagg-transfer-pool-size): ask for fewer frames or pixels",
+            f"the latents of this request take {needed} bytes; the largest transfer pool of a denoiser has "
+            f"{pool_bytes} (--disagg-transfer-pool-size): ask for fewer frames or pixels",
         )

@@ -71,6 +71,16 @@ def size_of(schema: RequestSchema | None, params: Mapping[str, Any]) -> Size:
     )
 
 
+def latent_bytes(schema: RequestSchema, params: Mapping[str, Any]) -> int:
+    """Bytes of a validated request's latents in the pool of the denoiser that makes them; 0 when that is not known."""
+    handoff = schema.handoff
+    if handoff is None or not {"height", "width"} <= params.keys():
+        return 0
+    frames = 1 + (_number(params, "num_frames") - 1) // handoff.temporal
+    area = (_number(params, "height") // handoff.spatial) * (_number(params, "width") // handoff.spatial)
+    return handoff.item_bytes * handoff.channels * frames * area * _number(params, "n")
+
+
 def _number(params: Mapping[str, Any], name: str) -> int:
     value = params.get(name)
     return max(1, int(value)) if isinstance(value, int | float) else 1

@@ -6,12 +6,13 @@ from dataclasses import dataclass, field
 from math import inf
 from typing import Any
 
-from triptych.core.cost import Size
+from triptych.core.cost import Size, latent_bytes
 from triptych.core.events import JobState, JobView, StageTiming
 from triptych.core.states import COUNTS_AS_RUNNING, COUNTS_AS_WAITING, transition
 from triptych.ids import ROLES, CopyId, Epoch, InstanceId, RequestId, Role
 from triptych.wire.manifest import Manifest
 from triptych.wire.messages import ErrorInfo, Lease
+from triptych.wire.schema import RequestSchema
 
 
 @dataclass(kw_only=True, slots=True, eq=False)
@@ -147,6 +148,8 @@ class Job:
     """Until it is None, the request stands in no queue."""
     size: Size | None = None
     """What its cost depends on; None until somebody asks."""
+    latents: int | None = None
+    """Bytes that its denoiser will stage; see `latent_bytes`."""
     step: int = 0
     steps: int = 0
     outputs: dict[Role, tuple[tuple[CopyId, Role], ...]] = field(
@@ -170,6 +173,12 @@ class Job:
     avoid: set[InstanceId] = field(default_factory=set[InstanceId])
     """Instances that failed the present stage."""
     timings: list[StageTiming] = field(default_factory=list[StageTiming])
+
+    def latent_bytes(self, schema: RequestSchema | None) -> int:
+        """Bytes that its denoiser will stage, as far as ``schema`` tells before; else 0."""
+        if self.latents is None and schema is not None:
+            self.latents = latent_bytes(schema, self.params)
+        return self.latents or 0
 
     def move(self, state: JobState, now: float) -> None:
         """Enter ``state``, closing the clock of the old one. Raises `IllegalTransition` and changes nothing."""

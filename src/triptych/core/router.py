@@ -64,8 +64,8 @@ from triptych.wire.schema import RequestSchema
 _STALL = 2.0
 """Seconds between two events after which the server itself must have stood still: it ticks once a second."""
 
-_ASIDE = 32
-"""Requests that one dispatch passes over because the instances with room are those that failed them."""
+_ASIDE = 128
+"""Requests that one dispatch passes over because the instances with room failed them, or are too small for them."""
 
 _DISPATCH_ORDER: tuple[Role, ...] = tuple(reversed(ROLES))
 """Later stages first: what is nearest to its end holds the most memory and the most work."""
@@ -182,7 +182,8 @@ class Router:
             queue.add(job)
 
     def _choose(self, job: Job, role: Role) -> Member | None:
-        """The instance for a stage; None when only instances that failed it have room while another one lives.
+        """The instance for a stage; None when only instances have room that failed it while another one lives, or whose
+        pools could not hold its latents.
 
         An instance that fails at once is always free: without this rule it would draw and fail every request. For the
         same reason one in quarantine gets nothing unless there is no other.
@@ -198,6 +199,9 @@ class Router:
             candidates = unblamed or candidates
         if job.faults and job.kills:  # two of these side by side, and nobody could say which one an instance died of
             candidates = [member for member in candidates if not member.holds_suspect]
+        if role is Role.DENOISER:
+            needed = job.latent_bytes(ledger.schema)
+            candidates = [member for member in candidates if member.hello.pool_bytes >= needed]
         if not candidates:
             return None
         if role is Role.DENOISER and len(candidates) > 1:

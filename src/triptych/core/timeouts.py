@@ -5,6 +5,7 @@ from __future__ import annotations
 from triptych.core.job import Job
 from triptych.core.ledger import Ledger
 from triptych.core.states import COUNTS_AS_RUNNING
+from triptych.ids import Role
 from triptych.wire.messages import ErrorInfo
 
 
@@ -22,6 +23,11 @@ def timeout_error(ledger: Ledger, job: Job) -> ErrorInfo:
     if not ledger.serving[job.role]:
         reason = ledger.last_lost.get(job.role)
         message += f"; no live {job.role} instance: " + (f"the last one was {reason}" if reason else "none has joined")
+        return ErrorInfo(code="queue_timeout", message=message, blame="operator")
+    largest = max(member.hello.pool_bytes for member in ledger.serving[job.role].values())
+    needed = job.latent_bytes(ledger.schema)
+    if job.role is Role.DENOISER and needed > largest:
+        message += f"; its latents take {needed} bytes, the largest transfer pool of the live denoisers has {largest}"
         return ErrorInfo(code="queue_timeout", message=message, blame="operator")
     if job.grant is not None:
         message += f"; leased to {job.grant.instance}, which has not started it"

@@ -272,10 +272,9 @@ class DiffusionService:
         """What the model accepts; None until an encoder has said hello."""
         return self._router.schema
 
-    def smallest_pool(self) -> int | None:
-        """Bytes of the smallest transfer pool that latents have to pass; None while there is no such instance."""
-        passed = {Role.DENOISER, Role.DECODER}
-        return min((i.pool_bytes for i in self._router.instances() if passed & set(i.roles)), default=None)
+    def largest_pool(self) -> int | None:
+        """Bytes of the largest transfer pool that latents can be made in; None while there is no denoiser."""
+        return max((i.pool_bytes for i in self._router.instances() if Role.DENOISER in i.roles), default=None)
 
     def outlook(self, id: RequestId) -> Outlook:
         """When the job will start and end, as far as that is known."""
