@@ -18,9 +18,9 @@ TORCH_INDEX ?=
 demo: $(READY)
 	$(BIN)/triptych demo --output outputs/demo.mp4
 
-# Two at a time, each with one thread: with more they would get in each other's way on two cores.
+# Three at a time, each with one thread: much of a test is waiting for other processes, and two cores are to be busy.
 test: $(READY)
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -m "not gpu and not chaos and not vision" -n 2 --dist loadfile
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -m "not gpu and not chaos and not vision" -n 3 --dist loadfile --no-loadscope-reorder
 
 test-vision: $(VISION_READY)
 	OMP_NUM_THREADS=1 $(VISION)/bin/python -m pytest -m "vision and not gpu"

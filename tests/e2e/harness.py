@@ -18,6 +18,7 @@ from typing import Any, Self
 import httpx
 import psutil
 
+from tests.e2e.nursery import Forked
 from triptych.launch.ports import free_ports
 from triptych.launch.supervised import ENVIRONMENT
 
@@ -69,14 +70,23 @@ def segments() -> set[str]:
 
 
 class Process:
-    """One `triptych` process in a session of its own; what it prints is kept in a file."""
+    """One `triptych` process in a session of its own; what it prints is kept in a file.
 
-    def __init__(self, name: str, words: Iterable[str], folder: Path, cwd: Path | None = None) -> None:
+    ``forked``: it comes from the nursery, and so without the seconds that a role takes to import its libraries.
+    """
+
+    def __init__(
+        self, name: str, words: Iterable[str], folder: Path, cwd: Path | None = None, *, forked: bool = False
+    ) -> None:
         self.name = name
         self.log = folder / f"{name}-{time.monotonic_ns()}.log"
+        command = ["-m", "triptych.cli.main", *words]
         with self.log.open("wb") as output:
+            if forked:
+                self._process = Forked(command, environment(), cwd or folder, output)
+                return
             self._process = subprocess.Popen(
-                [sys.executable, "-m", "triptych.cli.main", *words],
+                [sys.executable, *command],
                 stdin=subprocess.PIPE,  # with the environment's entry: none outlives a killed test run
                 stdout=output,
                 stderr=subprocess.STDOUT,
@@ -247,6 +257,7 @@ class Deployment:
              "--disagg-transfer", self.plane, "--disagg-transfer-pool-size", "64MiB", *words],
             self.folder,
             cwd,
+            forked=True,
         )  # fmt: skip
         return self.instances[name]
 

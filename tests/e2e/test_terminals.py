@@ -65,7 +65,7 @@ class Session:
     def type(self, terminal: str) -> Process:
         """Start what is documented for a terminal."""
         words = self.here(TERMINALS[terminal]).split()[1:]
-        self.open[terminal] = Process(terminal, words, self.folder)
+        self.open[terminal] = Process(terminal, words, self.folder, forked=terminal != "server")
         return self.open[terminal]
 
     def curl(self, size: str = "64x64", frames: int = 5, steps: int = 2) -> str:

@@ -6,8 +6,6 @@ import io
 import os
 import signal
 import socket
-import subprocess
-import sys
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -17,6 +15,7 @@ import av
 import pytest
 import xxhash
 
+from tests.e2e.nursery import Forked
 from triptych.config import RouterConfig
 from triptych.core.events import (
     CancelRequest,
@@ -161,9 +160,7 @@ class Instance:
             f"    slots={config['slots']}, max_running={config['max_running']})))\n"
         )
         with log.open("w") as stderr:
-            self.process = subprocess.Popen(
-                [sys.executable, "-c", code], stderr=stderr, env=os.environ | {"OMP_NUM_THREADS": "1"}
-            )
+            self.process = Forked(["-c", code], os.environ | {"OMP_NUM_THREADS": "1"}, Path.cwd(), stderr)
 
     def until_logged(self, words: str) -> None:
         deadline = time.monotonic() + WAIT
