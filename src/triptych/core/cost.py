@@ -83,7 +83,7 @@ def latent_bytes(schema: RequestSchema, params: Mapping[str, Any]) -> int:
 
 def _number(params: Mapping[str, Any], name: str) -> int:
     value = params.get(name)
-    return max(1, int(value)) if isinstance(value, int | float) else 1
+    return max(1, int(value)) if isinstance(value, (int, float)) else 1
 
 
 class Costs:

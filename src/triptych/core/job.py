@@ -14,6 +14,8 @@ from triptych.wire.manifest import Manifest
 from triptych.wire.messages import ErrorInfo, Lease
 from triptych.wire.schema import RequestSchema
 
+_BACKWARDS: tuple[Role, ...] = tuple(reversed(ROLES))
+
 
 @dataclass(kw_only=True, slots=True, eq=False)
 class Grant:
@@ -216,12 +218,14 @@ class Job:
 
     def inputs(self, role: Role) -> tuple[Manifest, ...]:
         """What a stage of ``role`` reads, in the order of the stages that made it."""
-        return tuple(
-            self.copies[copy].manifest
-            for producer in ROLES
-            for copy, consumer in self.outputs.get(producer, ())
-            if consumer is role
-        )
+        copies = self.copies
+        # One of the functions that every request passes several times: plain loops cost half of a generator.
+        manifests: list[Manifest] = []
+        for producer in ROLES:
+            for copy, consumer in self.outputs.get(producer, ()):
+                if consumer is role:
+                    manifests.append(copies[copy].manifest)
+        return tuple(manifests)
 
     def park(self, now: float) -> None:
         """Stop the clocks."""
@@ -235,12 +239,15 @@ class Job:
 
     def checkpoints(self) -> list[Copy]:
         """The checkpoints of its denoising stage that exist, the most advanced ones last."""
-        return sorted((copy for copy in self.copies.values() if copy.spare), key=lambda copy: copy.step)
+        spare = [copy for copy in self.copies.values() if copy.step]
+        return sorted(spare, key=lambda copy: copy.step) if len(spare) > 1 else spare
 
     def checkpoint(self, fingerprint: str) -> Copy | None:
         """The most advanced one that a denoiser of this fingerprint can go on from."""
-        fitting = [copy for copy in self.checkpoints() if copy.origin == (self.encoded_by, fingerprint)]
-        return fitting[-1] if fitting else None
+        for copy in reversed(self.checkpoints()):
+            if copy.origin == (self.encoded_by, fingerprint):
+                return copy
+        return None
 
     def exchange(self, old: Copy, new: Copy) -> None:
         """Have later stages read ``new`` in place of ``old``."""
@@ -255,18 +262,22 @@ class Job:
         one walk from the last stage to the first also finds the stages that must be repeated for a repeated one.
         """
         useless: list[Copy] = []
-        if not self.outputs:
+        outputs, copies = self.outputs, self.copies
+        if not outputs:
             return useless
-        for producer in reversed(ROLES):
-            made = self.outputs.get(producer, ())
-            if any(consumer not in self.outputs and copy not in self.copies for copy, consumer in made):
-                del self.outputs[producer]
-                useless += [self.copies[copy] for copy, _ in made if copy in self.copies]
+        for producer in _BACKWARDS:
+            for copy, consumer in outputs.get(producer, ()):
+                if copy not in copies and consumer not in outputs:
+                    useless += [copies[copy] for copy, _ in outputs.pop(producer) if copy in copies]
+                    break
         return useless
 
     def next_role(self) -> Role:
         """The earliest stage that is not done; call `settle` before."""
-        return next(role for role in ROLES if role not in self.outputs)
+        for role in ROLES:
+            if role not in self.outputs:
+                return role
+        raise AssertionError(f"request {self.request} has no stage left to do")
 
     def charge(self, role: Role, instance: InstanceId, reason: str, killed: Epoch | None) -> list[Fault]:
         """Book a failure of the present attempt, of which an instance may have died; returns those of this stage."""

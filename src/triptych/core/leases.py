@@ -95,9 +95,11 @@ class Leases:
         if lease in self.works or lease in self._over:
             self.count("repeated_lease", f"{lease.role} attempt {lease.attempt}", lease)
             return
-        active = sum(work.outcome is None for work in self.works.values())
-        if active >= self._hello.slots:
-            self.count("slots_exceeded", f"{active} leases in {self._hello.slots} slots", lease)
+        slots = self._hello.slots
+        if len(self.works) >= slots:  # those that have ended and await their acknowledgement take no slot
+            active = sum(work.outcome is None for work in self.works.values())
+            if active >= slots:
+                self.count("slots_exceeded", f"{active} leases in {slots} slots", lease)
         work = Work(lease=lease, params=message.params, blobs=blobs, budget_seconds=message.budget_seconds)
         self.works[lease] = work
         if lease.role not in self._hello.roles:

@@ -150,7 +150,7 @@ class Reports:
         job.grant = grant.job = None
         ledger.free(grant)
         ledger.ack(member, grant.lease)
-        member.typical[role] = sum(output.manifest.nbytes for output in message.outputs)
+        member.typical[role] = sum([output.manifest.nbytes for output in message.outputs])
         job.outputs[role] = ()
         if role is Role.ENCODER:
             job.encoded_by = member.hello.fingerprint

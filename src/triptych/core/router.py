@@ -190,8 +190,11 @@ class Router:
         """
         ledger = self._ledger
         serving = ledger.serving[role]
-        trusted = {id for id, member in serving.items() if not member.health.quarantined(ledger.now)} or serving.keys()
-        candidates = [member for member in ledger.open[role].values() if member.id in trusted]
+        candidates = list(ledger.open[role].values())
+        trusted = serving.keys()
+        if quarantined := {id for id, member in serving.items() if member.health.until > ledger.now}:
+            trusted = trusted - quarantined or trusted
+            candidates = [member for member in candidates if member.id in trusted]
         if job.avoid:
             unblamed = [member for member in candidates if member.id not in job.avoid]
             if not unblamed and not trusted <= job.avoid:
@@ -206,7 +209,7 @@ class Router:
             return None
         if role is Role.DENOISER and len(candidates) > 1:
             candidates = [m for m in candidates if job.checkpoint(m.hello.fingerprint)] or candidates
-        return self._policy(candidates, self._last[role])
+        return candidates[0] if len(candidates) == 1 else self._policy(candidates, self._last[role])
 
     # -- views --------------------------------------------------------------------------------------------------
 

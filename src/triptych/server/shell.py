@@ -78,6 +78,9 @@ class Shell:
         self._loop = asyncio.get_running_loop()
         self._storing: set[asyncio.Task[None]] = set()
         self._inbox: deque[Inbound] = deque()
+        self._changed: dict[RequestId, JobView] = {}
+        """Requests that changed and of which the owner has not been told: of one that changed more than once within a
+        batch of messages it hears the last state only."""
         self._arrived: tuple[bytes, ...] = ()
         """Raw frames of the message that the router handles at the moment."""
         self._flushing = False
@@ -104,6 +107,7 @@ class Shell:
         try:
             self._perform(self.router.handle(event, self._loop.time()))
         finally:
+            self._tell()
             if not self._flushing:
                 self._flushing = True
                 self._loop.call_soon(self._flush)
@@ -135,7 +139,13 @@ class Shell:
             self._arrived = ()
             if inbox:
                 self._loop.call_soon(self._drain)
+            self._tell()
             self._flush()
+
+    def _tell(self) -> None:
+        changed, self._changed = self._changed, {}
+        for view in changed.values():
+            self._owner.updated(view)
 
     def _flush(self) -> None:
         if self._closed:
@@ -165,7 +175,7 @@ class Shell:
         for action in actions:
             match action:
                 case Update():
-                    self._owner.updated(action.view)
+                    self._changed[action.view.request] = action.view
                 case SendWork():
                     blobs = () if action.with_blobs is None else self.blobs.get(action.with_blobs, ())
                     self._control.send_work(action.work_url, action.message, blobs)
