@@ -265,19 +265,24 @@ class InstanceConfig:
     def _check_ranks(self) -> None:
         if not self.gpu_ids or len(set(self.gpu_ids)) != len(self.gpu_ids):
             raise ConfigError(f"num-gpus={len(self.gpu_ids)}: an instance needs one GPU or several different ones")
-        said, tp = ",".join(self.roles), self.parallel.encoder_tp
-        if tp not in (1, self.ranks):
-            raise ConfigError(f"encoder-tp={tp}: must be 1 or num-gpus={self.ranks}")
-        if tp > 1 and Role.ENCODER not in self.roles:
-            raise ConfigError(f"encoder-tp={tp} does not apply to disagg-role {said}")
+        said, tps = ",".join(self.roles), self._tps
+        for role, tp in tps.items():
+            if tp not in (1, self.ranks):
+                raise ConfigError(f"{role}-tp={tp}: must be 1 or num-gpus={self.ranks}")
+            if tp > 1 and role not in self.roles:
+                raise ConfigError(f"{role}-tp={tp} does not apply to disagg-role {said}")
+        if tps[Role.DECODER] > 1 and (self.model.vae_tiling or self.model.vae_slicing):
+            raise ConfigError(f"decoder-tp={tps[Role.DECODER]}: its strips leave nothing for vae-tiling or vae-slicing")
+        if tps[Role.DECODER] > 1 and Role.DECODER in self.model.offload:
+            raise ConfigError(f"decoder-tp={tps[Role.DECODER]}: needs the decoder's weights on the GPU, not offloaded")
         if Role.DENOISER in self.roles:
             self.parallel.check(self.ranks)
         elif self.parallel.of_denoiser:
             raise ConfigError(f"denoiser-cfg and so on do not apply to disagg-role {said}")
-        elif self.ranks != tp:
+        elif self.ranks not in tps.values():
             raise ConfigError(
-                f"num-gpus={self.ranks}: must be 1 for disagg-role {said}; denoisers share GPUs, and encoders with "
-                "encoder-tp"
+                f"num-gpus={self.ranks}: must be 1 for disagg-role {said}; denoisers share GPUs, encoders with "
+                "encoder-tp, decoders with decoder-tp"
             )
         if self.ranks == 1:
             return
@@ -291,8 +296,13 @@ class InstanceConfig:
     @property
     def shared_roles(self) -> tuple[Role, ...]:
         """The roles that all ranks compute; rank 0 computes the others alone."""
-        shared = {Role.DENOISER, Role.ENCODER} if self.parallel.encoder_tp > 1 else {Role.DENOISER}
+        shared = {Role.DENOISER, *(role for role, tp in self._tps.items() if tp > 1)}
         return tuple(role for role in self.roles if role in shared)
+
+    @property
+    def _tps(self) -> dict[Role, int]:
+        """The GPUs that encoder and decoder share, by role."""
+        return {Role.ENCODER: self.parallel.encoder_tp, Role.DECODER: self.parallel.decoder_tp}
 
     @property
     def work_url(self) -> str:

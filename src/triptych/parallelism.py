@@ -28,8 +28,7 @@ class Parallelism:
     encoder_tp: int = 1
     """GPUs that share the weights of a text encoder: all of the instance's, or 1 (``--encoder-tp``)."""
     decoder_tp: int = 1
-    """1: the layers of a video or image decoder need their neighbours' edges, which are not exchanged
-    (``--decoder-tp``)."""
+    """GPUs that each decode a strip of the pictures: all of the instance's, or 1 (``--decoder-tp``)."""
 
     def __post_init__(self) -> None:
         for name in ("cfg", "sp", "ulysses", "ring", "tp"):
@@ -39,10 +38,6 @@ class Parallelism:
         for name in ("encoder_tp", "decoder_tp"):
             if getattr(self, name) < 1:
                 raise ConfigError(f"{name.replace('_', '-')}={getattr(self, name)}: must be 1 or more")
-        if self.decoder_tp != 1:
-            raise ConfigError(
-                f"decoder-tp={self.decoder_tp}: must be 1, decoders compute on one GPU; start one decoder for each GPU"
-            )
         if self.cfg not in (None, 1, 2):
             raise ConfigError(f"denoiser-cfg={self.cfg}: must be 1 or 2, guidance has two branches")
         if self.sp is not None and self.sp % ((self.ulysses or 1) * (self.ring or 1)):

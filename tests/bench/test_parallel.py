@@ -32,7 +32,7 @@ def test_each_layout_is_compared_with_one_process_and_a_refused_one_does_not_sto
     assert all(row["error"] < 1e-5 for row in rows)
     printed = capsys.readouterr().out
     assert "2 ulysses3: failed: num-gpus=2" in printed
-    assert "2 auto, guidance off: " in printed
+    assert " ms a step, guidance off, " in printed
 
 
 def test_a_layout_that_is_not_done_by_its_deadline_is_a_row_that_says_so(capsys: pytest.CaptureFixture[str]) -> None:
@@ -46,6 +46,7 @@ def test_a_layout_that_is_not_done_by_its_deadline_is_a_row_that_says_so(capsys:
     ("name", "gpus", "expected"),
     [
         ("auto", 8, Parallelism()),
+        ("decode", 8, Parallelism(decoder_tp=8)),
         ("cfg", 4, Parallelism(cfg=2)),
         ("ulysses", 4, Parallelism(cfg=1, ulysses=4)),
         ("cfg2+ring", 8, Parallelism(cfg=2, ring=4)),

@@ -113,7 +113,12 @@ def test_naming_the_model_twice_is_refused(capsys: pytest.CaptureFixture[str]) -
         (["--num-gpus", "2", "--denoiser-tp", "2", "--profile", "fast"], "needs profile=stock"),
         (["--num-gpus", "2", "--encoder-tp", "2"], "encoder-tp=2 does not apply to disagg-role denoiser"),
         (["--disagg-role", "encoder", "--num-gpus", "4", "--encoder-tp", "2"], "must be 1 or num-gpus=4"),
-        (["--disagg-role", "decoder", "--decoder-tp", "2"], "decoders compute on one GPU"),
+        (["--disagg-role", "decoder", "--decoder-tp", "2"], "decoder-tp=2: must be 1 or num-gpus=1"),
+        (["--disagg-role", "decoder", "--num-gpus", "2"], "decoders with decoder-tp"),
+        (
+            ["--disagg-role", "decoder", "--num-gpus", "2", "--decoder-tp", "2", "--vae-tiling"],
+            "decoder-tp=2: its strips leave nothing for vae-tiling",
+        ),
         (["--num-gpus", "2", "--step-cache", "0.1"], "batching and step-cache are for denoisers of one GPU"),
     ],
 )

@@ -22,6 +22,26 @@ _KEEP = 2
 """Input frames that a causal convolution with a kernel of three needs from the past."""
 
 
+class Strip(Protocol):
+    """The part of the pictures that this process makes; see `triptych.accel.parallel.decoder`."""
+
+    def before(self, x: Tensor, level: int) -> Tensor:
+        """What upsampling block ``level`` needs of what comes to it."""
+        ...
+
+
+class Sharing(Protocol):
+    """How several processes make the pictures together."""
+
+    def strip(self, latents: Tensor) -> Any | None:
+        """This one's part; None: all of them."""
+        ...
+
+    def whole(self, pixels: Tensor, strip: Any) -> Tensor:
+        """Pictures of all parts."""
+        ...
+
+
 class WanVae(Protocol):
     """What is used of diffusers' AutoencoderKLWan."""
 
@@ -31,10 +51,14 @@ class WanVae(Protocol):
 
 
 def supports(vae: object) -> bool:
-    """Whether this is a Wan 2.1 VAE (the residual 2.2 variant has other blocks) that this decoder understands."""
-    config = getattr(vae, "config", None)
+    """Whether this is a VAE that `supports_class` knows."""
+    return supports_class(type(vae).__name__, getattr(vae, "config", None))
+
+
+def supports_class(name: str, config: object) -> bool:
+    """Whether a class with this config is a Wan 2.1 VAE (the residual 2.2 variant has other blocks)."""
     return (
-        type(vae).__name__ in ("AutoencoderKLWan", "AutoencoderKLQwenImage")
+        name in ("AutoencoderKLWan", "AutoencoderKLQwenImage")
         and not getattr(config, "is_residual", False)
         and getattr(config, "patch_size", None) is None
     )
@@ -159,6 +183,8 @@ class WanVaeDecoder:
         self.chunk = chunk
         self.listener: Callable[[Tensor, int], None] | None = None
         """Is given frames as they are done, [1, 3, frames, height, width] in -1..1, and how many there will be."""
+        self.sharing: Sharing | None = None
+        """What divides the pictures between several processes."""
         wrap: Callable[[Any], Any] = (lambda f: torch.compile(f, dynamic=False)) if compiled else (lambda f: f)
         self._residual = wrap(_residual)
         self._causal = wrap(_causal)
@@ -183,9 +209,10 @@ class WanVaeDecoder:
         """
         past: dict[object, Tensor] = {}
         x = cast(Tensor, self.vae.post_quant_conv(latents)).contiguous(memory_format=torch.channels_last_3d)
-        yield self._decode(x[:, :, :1], past, first=True)
+        strip = None if self.sharing is None else self.sharing.strip(latents)
+        yield self._decode(x[:, :, :1], past, strip, first=True)
         for start in range(1, x.shape[2], self.chunk):
-            yield self._decode(x[:, :, start : start + self.chunk], past, first=False)
+            yield self._decode(x[:, :, start : start + self.chunk], past, strip, first=False)
 
     def decode(self, latents: Tensor) -> Tensor:
         """The whole video [batch, 3, 4 * (latent frames - 1) + 1, height, width] in -1..1."""
@@ -217,7 +244,7 @@ class WanVaeDecoder:
             x, past[resample] = self._double_time(x, before, resample.time_conv)
         return self._double_space(x, *self._phases[resample])
 
-    def _decode(self, x: Tensor, past: dict[object, Tensor], *, first: bool) -> Tensor:
+    def _decode(self, x: Tensor, past: dict[object, Tensor], strip: Strip | None, *, first: bool) -> Tensor:
         decoder = self.vae.decoder
         x = x.contiguous(memory_format=torch.channels_last_3d)
         key = decoder.conv_in
@@ -226,14 +253,16 @@ class WanVaeDecoder:
         x = self._block(x, past, middle.resnets[0])
         for attention, resnet in zip(middle.attentions, middle.resnets[1:], strict=True):
             x = self._block(_attend(x, attention), past, resnet)
-        for up in decoder.up_blocks:
+        for level, up in enumerate(decoder.up_blocks):
+            if strip is not None:
+                x = strip.before(x, level)
             for resnet in up.resnets:
                 x = self._block(x, past, resnet)
             if up.upsamplers is not None:
                 x = self._upsample(x, past, up.upsamplers[0], first)
         key = decoder.conv_out
         y, past[key] = self._head(x, self._past(past, key, x, x.shape[1]), decoder.norm_out, decoder.conv_out)
-        return y
+        return y if strip is None or self.sharing is None else self.sharing.whole(y, strip)
 
 
 def install(vae: Any, decoder: WanVaeDecoder) -> None:

@@ -31,9 +31,12 @@ from triptych.bench import synth
 from triptych.bench.parallel_part import Failed, Line, Measured, Part
 from triptych.config import parse_shape
 from triptych.errors import ConfigError
+from triptych.ids import Role
 from triptych.parallelism import Parallelism
 
 ALONE: Final = "alone"
+DECODE: Final = "decode"
+"""The layout of a decoder."""
 _LAYOUT = re.compile(r"(cfg|ulysses|ring|tp)(\d*)")
 _GRACE_SECONDS: Final = 2.0
 """What a process that is late has to write where it stands."""
@@ -47,9 +50,9 @@ class Row:
     ranks: int
     layout: str
     guidance: bool | None
-    """None for a layout that failed as a whole."""
+    """None for a decoder, and for a layout that failed as a whole."""
     seconds: float = 0.0
-    """Median of a step."""
+    """Median of a step, or of a decode."""
     ratio: float = 0.0
     """One device's time over this time."""
     equal: bool = False
@@ -63,40 +66,44 @@ class Row:
         head = f"{self.ranks} {self.layout}"
         if self.failed:
             return f"{head}: failed: {self.failed}"
-        guidance = "on" if self.guidance else "off"
+        what = {None: "a decode", True: "a step, guidance on", False: "a step, guidance off"}[self.guidance]
         same = "equal bytes" if self.equal else f"error {self.error:.1e}"
-        return f"{head}, guidance {guidance}: {self.seconds * 1e3:.1f} ms a step, {self.ratio:.2f}x one, {same}"
+        return f"{head}: {self.seconds * 1e3:.1f} ms {what}, {self.ratio:.2f}x one, {same}"
 
 
 def run(part: Part, layouts: Sequence[tuple[int, str]], deadline: float) -> Iterator[Row]:
-    """Measure one device and then each layout on so many; rows come as they are measured.
+    """Measure one device and then each layout on so many, of decoders last; rows come as they are measured.
 
     ``part`` says everything but GPUs, layout and folder; ``deadline`` bounds each layout, in seconds.
     """
-    base: dict[bool, tuple[float, torch.Tensor]] = {}
+    base: dict[bool | None, tuple[float, torch.Tensor]] = {}
+    denoisers = [(gpus, name, Role.DENOISER) for gpus, name in layouts if name != DECODE]
+    decoders = [(gpus, name, Role.DECODER) for gpus, name in layouts if name == DECODE]
+    order = [(1, ALONE, Role.DENOISER), *denoisers] if denoisers else []
+    order += [(1, ALONE, Role.DECODER), *decoders] if decoders else []
     with tempfile.TemporaryDirectory(prefix="triptych-bench-") as folder:
-        for gpus, name in ((1, ALONE), *layouts):
-            own = Path(folder) / f"{gpus}-{name}"
+        for gpus, name, role in order:
+            own = Path(folder) / f"{role}-{gpus}-{name}"
             own.mkdir()
             try:
                 parallel = Parallelism() if name == ALONE else layout(name, gpus)
             except ConfigError as error:
                 yield Row(ranks=gpus, layout=name, guidance=None, failed=error.message)
                 continue
-            this = msgspec.structs.replace(part, gpus=gpus, parallel=parallel, folder=str(own))
+            this = msgspec.structs.replace(part, gpus=gpus, parallel=parallel, role=role, folder=str(own))
             for line in _lines(this, deadline):
                 match line:
                     case Failed(reason=reason):
                         yield Row(ranks=gpus, layout=name, guidance=None, failed=reason)
                     case Measured():
-                        latents = load_file(line.latents)["latents"]
+                        result = load_file(line.result)["result"]
                         if name == ALONE:
-                            base[line.guidance] = (line.seconds, latents)
-                        yield _row(gpus, name, line, latents, base)
+                            base[line.guidance] = (line.seconds, result)
+                        yield _row(gpus, name, line, result, base)
 
 
 def _row(
-    gpus: int, name: str, line: Measured, latents: torch.Tensor, base: Mapping[bool, tuple[float, torch.Tensor]]
+    gpus: int, name: str, line: Measured, result: torch.Tensor, base: Mapping[bool | None, tuple[float, torch.Tensor]]
 ) -> Row:
     row = Row(ranks=gpus, layout=name, guidance=line.guidance, seconds=line.seconds)
     if line.guidance not in base:  # one device could not do it
@@ -108,8 +115,8 @@ def _row(
         guidance=line.guidance,
         seconds=line.seconds,
         ratio=seconds / line.seconds,
-        equal=torch.equal(latents, reference),
-        error=((latents - reference).norm() / reference.norm()).item(),
+        equal=torch.equal(result, reference),
+        error=((result - reference).norm() / reference.norm()).item(),
     )
 
 
@@ -176,12 +183,14 @@ def _where(said: str) -> str:
 
 
 def layout(name: str, gpus: int) -> Parallelism:
-    """The degrees that ``name`` says: ``auto``, or cfg, ulysses, ring and tp with + between, each with its degree.
+    """The degrees that ``name`` says: ``auto``, ``decode``, or cfg, ulysses, ring, tp with + between, with degrees.
 
     One may be without: it gets what GPUs the others leave, and cfg two. Raises `ConfigError`.
     """
     if name == "auto":
         return Parallelism()
+    if name == DECODE:
+        return Parallelism(decoder_tp=gpus)
     degrees: dict[str, int] = {}
     open_ended: list[str] = []
     for part in name.split("+"):
@@ -214,7 +223,8 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument(
         "--layouts",
         default="auto,ulysses",
-        help="auto, or cfg, ulysses, ring, tp with + between and degrees, e.g. cfg2+ulysses4 (default: %(default)s)",
+        help="auto; cfg, ulysses, ring, tp with + between and degrees, e.g. cfg2+ulysses4; or decode, for a decoder "
+        "(default: %(default)s)",
     )
     parser.add_argument("--profile", choices=("stock", "lossless", "fast"), default="stock")
     parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
@@ -232,7 +242,7 @@ def main(argv: Sequence[str]) -> int:
         model = args.model
         if model in synth.SIZES:
             dtype = torch.bfloat16 if args.device == "cuda" else torch.float32
-            synth.write(model, Path(folder), torch.device(args.device), dtype, weights=("transformer",))
+            synth.write(model, Path(folder), torch.device(args.device), dtype, weights=("transformer", "vae"))
             if args.device == "cuda":
                 torch.cuda.empty_cache()
             model = folder
@@ -268,14 +278,14 @@ def _wanted(gpus: str, layouts: str) -> list[tuple[int, str]]:
         raise ConfigError(f"num-gpus={gpus!r}: must be whole numbers of 1 or more, with commas between")
     names = layouts.split(",")
     for name in names:
-        if name != "auto" and not all(_LAYOUT.fullmatch(part) for part in name.split("+")):
-            raise ConfigError(f"layouts={name!r}: must be auto, or of cfg, ulysses, ring, tp with + between")
+        if name not in ("auto", DECODE) and not all(_LAYOUT.fullmatch(part) for part in name.split("+")):
+            raise ConfigError(f"layouts={name!r}: must be auto, decode, or of cfg, ulysses, ring, tp with + between")
     return [(count, name) for count in counts if count > 1 for name in names]
 
 
 def _print(rows: Sequence[Row], title: str) -> None:
     table = Table(title=title)
-    for column in ("ranks", "layout", "guidance", "ms a step", "x one", "equal bytes", "relative error"):
+    for column in ("ranks", "layout", "guidance", "ms", "x one", "equal bytes", "relative error"):
         table.add_column(column)
     for row in rows:
         if row.failed:
@@ -284,7 +294,7 @@ def _print(rows: Sequence[Row], title: str) -> None:
         table.add_row(
             str(row.ranks),
             row.layout,
-            "on" if row.guidance else "off",
+            {None: "decode", True: "on", False: "off"}[row.guidance],
             f"{row.seconds * 1e3:.1f}",
             f"{row.ratio:.2f}",
             "yes" if row.equal else "no",

@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Any, TypeAlias
 
 import msgspec
+import numpy as np
 import torch
 from safetensors.torch import save_file
 
@@ -29,7 +30,7 @@ from triptych.pipeline.codec import encode_state
 from triptych.pipeline.load import load_cold, load_pipeline
 from triptych.pipeline.modular import ModularRolePipeline
 from triptych.pipeline.request import complete, first_state
-from triptych.pipeline.stage import RolePipeline
+from triptych.pipeline.stage import RolePipeline, StageResult
 from triptych.worker.jobs import Post, ThreadDied
 from triptych.worker.lifecycle import exit_now
 from triptych.worker.ranks.leader import Leader, RanksApart
@@ -51,6 +52,8 @@ class Part(msgspec.Struct, frozen=True, kw_only=True):
     device: DeviceType
     gpus: int
     parallel: Parallelism
+    role: Role = Role.DENOISER
+    """Whose work is measured."""
     folder: str
     """Where the latents of each measured request are put."""
 
@@ -58,11 +61,12 @@ class Part(msgspec.Struct, frozen=True, kw_only=True):
 class Measured(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     """One measured request."""
 
-    guidance: bool
+    guidance: bool | None
+    """None for a decoder, which knows of none."""
     seconds: float
-    """Median of a step."""
-    latents: str
-    """File with the result in float32."""
+    """Median of a step, or of a decode."""
+    result: str
+    """File with latents or pictures in float32."""
 
 
 class Failed(msgspec.Struct, frozen=True, kw_only=True, tag=True):
@@ -81,16 +85,16 @@ def say(line: Line) -> None:
 
 
 def measure(part: Part) -> Iterator[Measured]:
-    """Load, and measure a request with guidance and one without."""
+    """Load, and measure a denoiser's request with guidance and one without, or a decoder's."""
     torch.set_grad_enabled(False)
     model = ModelConfig(path=part.model, device=part.device, profile=part.profile)
     if part.gpus == 1:
         device = "cuda:0" if part.device == "cuda" else "cpu"
-        own = load_pipeline(model, (Role.DENOISER,), device)
+        own = load_pipeline(model, (part.role,), device)
         yield from _requests(own, own, part)
         return
     config = InstanceConfig(
-        roles=(Role.DENOISER,),
+        roles=(part.role,),
         server_addr="tcp://127.0.0.1:1",
         work_port=1,
         transfer=TransferConfig(),
@@ -102,7 +106,7 @@ def measure(part: Part) -> Iterator[Measured]:
     try:
         own, _ = load_cold(model, config.roles, config.torch_device, team=leader.join())
         leader.await_ready()
-        yield from _requests(LockstepPipeline(own, leader), own, part)
+        yield from _requests(LockstepPipeline(own, leader, (part.role,)), own, part)
     finally:
         leader.close()
 
@@ -117,17 +121,18 @@ def _heard(post: Post) -> None:
 def _requests(pipeline: RolePipeline, own: RolePipeline, part: Part) -> Iterator[Measured]:
     if not isinstance(own, ModularRolePipeline):
         raise ConfigError(f"{part.model!r}: only pipelines with modular blocks can be measured without their encoder")
-    for guidance in (GUIDED, PLAIN):
-        seconds, latents = _measured(pipeline, part, *_inputs(own, part, guidance))
+    for guidance in (GUIDED, PLAIN) if part.role is Role.DENOISER else (GUIDED,):
+        seconds, result = _measured(pipeline, part, *_inputs(own, part, guidance))
         file = Path(part.folder) / f"{guidance}.safetensors"
-        save_file({"latents": latents}, file)
-        yield Measured(guidance=guidance != PLAIN, seconds=seconds, latents=str(file))
+        save_file({"result": result}, file)
+        told = guidance != PLAIN if part.role is Role.DENOISER else None
+        yield Measured(guidance=told, seconds=seconds, result=str(file))
 
 
 def _inputs(
     pipeline: ModularRolePipeline, part: Part, guidance: float
 ) -> tuple[dict[str, Any], tuple[bytes, tuple[torch.Tensor, ...]]]:
-    """Parameters, and what an encoder would hand over for them, with random embeddings."""
+    """Parameters, and what the role before would hand over for them, with random embeddings or latents."""
     params = {
         "prompt": "",
         "seed": 1,
@@ -138,26 +143,36 @@ def _inputs(
         "guidance_scale": guidance,
     }
     state = first_state(pipeline.cut.inputs, complete(pipeline.schema, params), (), pipeline.family)
-    transformer = pipeline.component(Role.DENOISER, "transformer")
+    transformer, vae = (pipeline.component(part.role, name) for name in ("transformer", "vae"))
     if not hasattr(transformer.config, "text_dim"):
-        raise ConfigError(f"{part.model!r}: embeddings are only known for Wan's transformers")
+        raise ConfigError(f"{part.model!r}: embeddings and latents are only known for Wan's models")
     generator = torch.Generator().manual_seed(2)
-    for name in ("prompt_embeds", "negative_prompt_embeds"):
-        embeds = torch.randn(1, 512, transformer.config.text_dim, generator=generator)
-        state[name] = embeds.to(pipeline.device, transformer.dtype)
-    needed = pipeline.cut.needs[Role.DENOISER].of({})
+    if part.role is Role.DENOISER:
+        for name in ("prompt_embeds", "negative_prompt_embeds"):
+            embeds = torch.randn(1, 512, transformer.config.text_dim, generator=generator)
+            state[name] = embeds.to(pipeline.device, transformer.dtype)
+    else:
+        shape = (1 + (part.frames - 1) // 4, part.height // 8, part.width // 8)
+        latents = torch.randn(1, vae.config.z_dim, *shape, generator=generator)
+        state["latents"] = latents.to(pipeline.device)
+    needed = pipeline.cut.needs[part.role].of({})
     return params, encode_state({k: v for k, v in state.items() if k in needed and v is not None}, {})
 
 
 def _measured(
     pipeline: RolePipeline, part: Part, params: dict[str, Any], handed: tuple[bytes, tuple[torch.Tensor, ...]]
 ) -> tuple[float, torch.Tensor]:
-    """Median seconds of a step of the second of two equal requests, and its latents in float32 on the host."""
+    """Median seconds of a step of the last of several equal requests, and its result in float32 on the host.
+
+    A decode has one step, so as many are measured as a denoiser's request has; the first is not counted.
+    """
     samples: list[float] = []
-    latents = torch.empty(0)
-    for _ in range(2):
-        samples.clear()
-        run = pipeline.start(Role.DENOISER, params, [handed], ())
+    result: StageResult | None = None
+    denoises = part.role is Role.DENOISER
+    for number in range(2 if denoises else 1 + part.steps):
+        if denoises or number == 1:
+            samples.clear()
+        run = pipeline.start(part.role, params, [handed], ())
         result = None
         while result is None:
             begun = time.perf_counter()
@@ -165,8 +180,12 @@ def _measured(
             if part.device == "cuda":
                 torch.cuda.synchronize()
             samples.append(time.perf_counter() - begun)
-        latents = max((t for output in result.outputs for t in output.tensors), key=torch.Tensor.numel).float().cpu()
-    return statistics.median(samples), latents.contiguous()
+    assert result is not None
+    if denoises:
+        made = max((t for output in result.outputs for t in output.tensors), key=torch.Tensor.numel)
+    else:
+        made = torch.from_numpy(np.asarray(result.clips[0].frames))
+    return statistics.median(samples), made.float().cpu().contiguous()
 
 
 def main() -> int:

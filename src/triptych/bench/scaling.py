@@ -82,6 +82,13 @@ def runs(plan: Plan) -> Iterator[Run]:
             ),
             deadline=_LAYOUT_SECONDS * (len(layouts) + 1) + 10,
         )
+    if counts:
+        several = ("--num-gpus", ",".join(map(str, counts)), "--layouts", "decode")
+        yield Run(
+            name="decode",
+            words=("bench", "parallel", *common, *several, "--deadline", str(_LAYOUT_SECONDS)),
+            deadline=_LAYOUT_SECONDS * (len(counts) + 1) + 10,
+        )
     for steps in plan.steps:
         for name, words in deployments(plan.gpus).items():
             yield Run(name=f"serve-{steps}-{name}", words=_serving(plan, steps, words), deadline=_SERVE_SECONDS)

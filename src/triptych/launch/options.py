@@ -136,7 +136,7 @@ OPTIONS: tuple[Option, ...] = (
     _option("denoiser_ulysses", read_integer, None, COMPUTE, "N", "GPUs that exchange attention heads for tokens"),
     _option("denoiser_ring", read_integer, None, COMPUTE, "N", "GPUs that pass keys and values around"),
     _option("encoder_tp", read_integer, 1, COMPUTE, "N", "GPUs that share the weights of a T5 text encoder"),
-    _option("decoder_tp", read_integer, 1, COMPUTE, "N", "1: decoders compute on one GPU"),
+    _option("decoder_tp", read_integer, 1, COMPUTE, "N", "GPUs that each decode a strip of the pictures, by Wan's VAE"),
     _option("denoiser_tp", read_integer, 1, COMPUTE, "N", "GPUs that share the weights, of Wan's transformers"),
     _option("device", one_of("cuda", "cpu"), None, COMPUTE, "{cuda,cpu}", "default: cuda where torch sees a GPU"),
     _option(

@@ -33,7 +33,7 @@ from triptych.pipeline.replay import ReplayRolePipeline
 from triptych.pipeline.replay_load import load_replay
 from triptych.pipeline.request import with_defaults
 from triptych.pipeline.schema import build_schema, read_settings
-from triptych.pipeline.sharing import SharingPlan, TextSharing
+from triptych.pipeline.sharing import PictureSharing, SharingPlan, TextSharing
 from triptych.pipeline.source import index_components, read_index, resolve_source
 from triptych.pipeline.stage import RolePipeline
 from triptych.pipeline.standin import stand_in
@@ -123,6 +123,7 @@ def _load_modular(
     schema = with_defaults(schema, model.defaults)  # what cannot be is said before the weights are loaded
     sharing = None if team is None or Role.DENOISER not in roles else _sharing(team, whole, parts, stand_ins)
     text = None if team is None or team.wish.encoder_tp == 1 else TextSharing(team, present, stand_ins)
+    pictures = None if team is None or team.wish.decoder_tp == 1 else PictureSharing(team, present, stand_ins)
     where = torch.device(device)
 
     def load(name: str, home: torch.device) -> Any:
@@ -142,6 +143,7 @@ def _load_modular(
     )
     shared = None if sharing is None else sharing.share(loaded)
     techniques += (() if shared is None else shared.techniques) + (() if text is None else text.share(loaded))
+    techniques += () if pictures is None else pictures.share(loaded)
     pipeline = ModularRolePipeline(
         loaded=built(loaded, own),
         cut=parts,

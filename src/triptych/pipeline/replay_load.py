@@ -24,7 +24,7 @@ from triptych.pipeline.replay_schema import build_replay_schema
 from triptych.pipeline.request import with_defaults
 from triptych.pipeline.schema import read_settings
 from triptych.pipeline.shadows import placed
-from triptych.pipeline.sharing import SharingPlan
+from triptych.pipeline.sharing import PictureSharing, SharingPlan
 from triptych.pipeline.source import index_components, resolve_source
 from triptych.pipeline.standin import component_class, without_weights
 from triptych.pipeline.weights import LoadComponent, load_component
@@ -58,8 +58,11 @@ def load_replay(
     }
     if team is not None and team.wish.encoder_tp > 1:
         raise ConfigError(f"encoder-tp={team.size}: {kind.__name__} is split by replay, whose encoder is on one GPU")
-    # Its guidance is one forward of a doubled batch, so branches are not apart.
-    sharing = None if team is None else SharingPlan(team, stand_ins, sorted(anatomy.denoisers), guided=False)
+    pictures = None if team is None or team.wish.decoder_tp == 1 else PictureSharing(team, present, stand_ins)
+    sharing = None
+    if team is not None and Role.DENOISER in roles:
+        # Its guidance is one forward of a doubled batch, so branches are not apart.
+        sharing = SharingPlan(team, stand_ins, sorted(anatomy.denoisers), guided=False)
     loaded = {
         name: _as_stock(
             component(folder, name, present[name], model.components.get(name), dtype, home_of(model, role, where))
@@ -77,6 +80,8 @@ def load_replay(
     techniques = outfit(model, loaded, owners, where, dtype, tally, agree=str if team is None else team.agree)
     if sharing is not None:
         techniques += sharing.share(loaded).techniques
+    if pictures is not None:
+        techniques += pictures.share(loaded)
     pipelines = built()
     settings = read_settings(folder)
     any_role = next(iter(pipelines.values()))

@@ -6,12 +6,14 @@ import math
 from collections.abc import Iterable, Mapping
 from typing import Any
 
+from triptych.accel.parallel.decoder import share_decoder
 from triptych.accel.parallel.degrees import Degrees, Traits, resolve
 from triptych.accel.parallel.denoiser import SharedDenoiser
 from triptych.accel.parallel.team import Team
 from triptych.accel.parallel.tensor import PLANNED
 from triptych.accel.parallel.text import PLANNED as TEXT_PLANNED
 from triptych.accel.parallel.text import shard_text
+from triptych.accel.wan_vae import supports_class
 from triptych.errors import ConfigError
 
 
@@ -58,6 +60,29 @@ class TextSharing:
         for name in self._names:
             shard_text(loaded[name], mesh)
         return (f"text encoders spread over {self._team.size}",)
+
+
+class PictureSharing:
+    """Which VAE a team decodes with in strips, known before any weights are read."""
+
+    def __init__(self, team: Team, present: Mapping[str, tuple[str, str]], components: Mapping[str, Any]) -> None:
+        """``present`` are library and class of the model's components. Raises `ConfigError` if none can be."""
+        self._team = team
+        known = [n for n in present if hasattr(components.get(n), "config")]
+        self._names = [name for name in known if supports_class(present[name][1], components[name].config)]
+        if not self._names:
+            kinds = {present[name][1] for name in known if present[name][1].startswith("Autoencoder")}
+            raise ConfigError(
+                f"decoder-tp={team.size}: strips are known for Wan 2.1's VAE and Qwen-Image's, not for "
+                + (", ".join(sorted(kinds)) or "this model's")
+            )
+
+    def share(self, loaded: Mapping[str, Any]) -> tuple[str, ...]:
+        """Have the loaded VAE decode this rank's strip; what changes results by it, for the fingerprint."""
+        for name in self._names:
+            if name in loaded:
+                share_decoder(self._team, loaded[name])
+        return (f"pictures decoded in {self._team.size} strips",)
 
 
 def _is_denoiser(component: Any) -> bool:

@@ -1,23 +1,26 @@
-"""Weights spread over two ranks: each holds half of them, and the result is that of one process up to rounding."""
+"""Weights, and pictures, spread over two ranks: each has half, and the result is that of one up to rounding."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 
+import numpy as np
 import pytest
 import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-from tests.pipeline.harness import finish
+from tests.pipeline.harness import finish, post
 from tests.worker.ranks.pair import SMALL, Pair
 from triptych.ids import Role
 from triptych.parallelism import Parallelism
+from triptych.pipeline.frames import FrameStream
+from triptych.pipeline.stage import Clip, Streaming
 
 
 @pytest.fixture(scope="module")
 def pair() -> Iterator[Pair]:
-    pair = Pair(Parallelism(tp=2, encoder_tp=2))
+    pair = Pair(Parallelism(tp=2, encoder_tp=2, decoder_tp=2))
     yield pair
     pair.close()
 
@@ -47,3 +50,24 @@ def test_half_of_a_text_encoders_weights_on_each_of_two_ranks(pair: Pair) -> Non
             torch.testing.assert_close(one, other, rtol=1e-4, atol=1e-5)
     whole, mine = (held(p.component(Role.ENCODER, "text_encoder").encoder.block) for p in (pair.alone, pair.rank0))
     assert mine < 0.52 * whole
+
+
+def test_pictures_decoded_in_a_strip_on_each_of_two_ranks(pair: Pair) -> None:
+    params, inbox = pair.encoded(num_inference_steps=1, height=48, width=96)
+    post(finish(pair.alone.start(Role.DENOISER, params, inbox[Role.DENOISER], [])), inbox)
+    streams: list[FrameStream] = []
+
+    def hear(clips: tuple[Clip, ...]) -> None:
+        assert isinstance(clips[0].frames, FrameStream)
+        streams.append(clips[0].frames)
+
+    (ours,) = finish(pair.alone.start(Role.DECODER, params, inbox[Role.DECODER], [])).clips
+    run = pair.shared.start(Role.DECODER, params, inbox[Role.DECODER], [])
+    assert isinstance(run, Streaming)
+    run.stream_to(hear)
+    (theirs,) = finish(run).clips
+    assert isinstance(ours.frames, np.ndarray)
+    assert ours.frames.shape == theirs.frames.shape == (5, 48, 96, 3)
+    assert np.abs(ours.frames.astype(int) - np.asarray(theirs.frames)).max() <= 1  # of 255
+    assert [stream.shape for stream in streams] == [(5, 48, 96, 3)]  # frames are handed on as they are done
+    assert "decoded in 2 strips" in pair.shared.fingerprint

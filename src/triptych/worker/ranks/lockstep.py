@@ -8,7 +8,7 @@ two steps every rank has the same state.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -18,7 +18,7 @@ from triptych.config import InstanceConfig
 from triptych.ids import Role
 from triptych.pipeline.checkpoint import Frozen
 from triptych.pipeline.load import load_cold
-from triptych.pipeline.stage import Resumable, RolePipeline, StageResult, StageRun
+from triptych.pipeline.stage import Clip, Resumable, RolePipeline, StageResult, StageRun, Streaming
 from triptych.wire.schema import RequestSchema
 from triptych.worker.ranks.leader import Leader, sent
 from triptych.worker.ranks.orders import Advance, Begin, Drop, Resume
@@ -88,7 +88,9 @@ class LockstepPipeline:
             [tensor for _, tensors in inputs for tensor in tensors],
         )
         self._leader.settle()
-        return (_ResumableRun if isinstance(run, Resumable) else _LockstepRun)(number, run, self._leader)
+        if isinstance(run, Resumable):
+            return _ResumableRun(number, run, self._leader)
+        return (_StreamingRun if isinstance(run, Streaming) else _LockstepRun)(number, run, self._leader)
 
 
 class _LockstepRun:
@@ -124,6 +126,14 @@ class _LockstepRun:
         if not self._over:
             self._over = True
             self._leader.tell(Drop(run=self._number))
+
+
+class _StreamingRun(_LockstepRun):
+    """One that may hand on frames as they are done, which is rank 0's affair."""
+
+    def stream_to(self, deliver: Callable[[tuple[Clip, ...]], None]) -> None:
+        assert isinstance(self._own, Streaming)
+        self._own.stream_to(deliver)
 
 
 class _ResumableRun(_LockstepRun):
