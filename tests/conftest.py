@@ -1,0 +1,49 @@
+"""In which order the test files run, and which of them one process runs, where several processes share the work."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+LONGEST = (
+    "tests/e2e/test_chaos.py",
+    "tests/sim/test_sweep.py",
+    "tests/e2e/",
+    "tests/transport/data/",
+    "tests/worker/",
+    "tests/bench/",
+    "tests/models/",
+    "tests/api/",
+)
+"""Begun first, so that no process is left alone with one of them at the end."""
+
+ONE_POOL = {f"tests/e2e/test_{name}.py" for name in ("commands", "faults", "identity", "load", "openai")}
+"""Files whose tests share one deployment of eight processes."""
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Sort by file, longest first."""
+    items.sort(key=lambda item: _rank(_file(item.nodeid)))
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_make_scheduler(config: Any, log: Any) -> Any:
+    """Files as wholes, and those of one pool together."""
+    from xdist.scheduler import LoadFileScheduling
+
+    class Scheduling(LoadFileScheduling):
+        def _split_scope(self, nodeid: str) -> str:
+            file = _file(nodeid)
+            return "one pool" if file in ONE_POOL else file
+
+    return Scheduling(config, log)
+
+
+def _file(nodeid: str) -> str:
+    return nodeid.partition("::")[0]
+
+
+def _rank(file: str) -> tuple[int, bool]:
+    first = next((rank for rank, start in enumerate(LONGEST) if file.startswith(start)), len(LONGEST))
+    return first, file not in ONE_POOL
