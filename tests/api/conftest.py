@@ -171,14 +171,22 @@ class House:
         self._server: uvicorn.Server | None = None
         self._up = threading.Event()
         self._threads: list[threading.Thread] = []
-        self._painters: list[Painter] = []
+        self._painters: list[NoopInstance] = []
 
     def open(self) -> None:
         """Return once the server is ready."""
         self._start(lambda: asyncio.run(self._serve()))
         assert self._up.wait(20)
+        for painter in self._staff():
+            self._painters.append(painter)
+            self._start(painter.run)
+        with Client(self.url) as client:
+            client.wait_ready(20)
+
+    def _staff(self) -> Iterator[NoopInstance]:
+        """The instances that serve here."""
         for role, port in zip(ROLES, free_ports(3), strict=True):
-            painter = Painter(
+            yield Painter(
                 house=self,
                 server_addr=f"tcp://127.0.0.1:{self.config.scheduler_port}",
                 work_url=f"tcp://127.0.0.1:{port}",
@@ -186,10 +194,6 @@ class House:
                 slots=4,
                 schema=self._schema,
             )
-            self._painters.append(painter)
-            self._start(painter.run)
-        with Client(self.url) as client:
-            client.wait_ready(20)
 
     def close(self) -> None:
         """Stop everything."""

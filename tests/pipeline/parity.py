@@ -10,10 +10,13 @@ from typing import Any
 
 import av
 import numpy as np
+import pytest
 import torch
 from PIL import Image
 
-from .harness import Trio, frames_of
+from triptych.ids import Role
+
+from .harness import Trio, frames_of, latents
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -103,6 +106,53 @@ class Pair:
             assert ours.shape == theirs.shape
             assert ours.std() > 0, "a flat picture proves nothing"
             assert np.abs(ours.astype(int) - theirs.astype(int)).max() <= self.case.tolerance
+
+
+def check_bfloat16(both: Pair, monkeypatch: pytest.MonkeyPatch, seed: int, guidance: float) -> None:
+    """A Wan model at its modular blocks in bfloat16 is the classic pipeline, bit for bit, of which the scheduler's step
+    and the scaling of latents for the decoder are done in float32, and the scaling of a picture's latents in bfloat16.
+    """
+    request = {**both.case.request, "num_inference_steps": 4, "guidance_scale": guidance}
+    if both.case.image:
+        request["image"] = picture(request)
+        _scale_pictures_in_bfloat16(both.whole, monkeypatch)
+    files: list[bytes] = []
+    asked = {name: _filed(value, files) if _is_picture(value) else value for name, value in request.items()}
+    asked["seed"] = seed
+    inbox = both.trio.encoded(asked, files)
+    both.trio.stage(Role.DENOISER, asked, inbox)
+    step, vae = both.whole.scheduler.step, both.whole.vae
+    monkeypatch.setattr(both.whole.scheduler, "step", lambda noise, *a, **k: step(noise.float(), *a, **k))
+    generator = torch.Generator("cpu").manual_seed(seed)
+    expected = both.whole(**request, generator=generator, output_type="latent").frames
+    assert torch.equal(latents(inbox), expected)
+
+    mean, std = _scales(vae)
+    video = vae.decode((expected / (1.0 / std) + mean).to(vae.dtype), return_dict=False)[0]
+    (images,) = both.whole.video_processor.postprocess_video(video, output_type="pil")
+    (clip,) = both.trio.stage(Role.DECODER, asked, inbox).clips
+    assert np.array_equal(clip.frames, frames_of(images))
+
+
+def _scale_pictures_in_bfloat16(whole: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    prepare = whole.prepare_latents
+    mean, std = _scales(whole.vae)
+
+    def prepared(*args: Any, **kwargs: Any) -> tuple[torch.Tensor, torch.Tensor]:
+        latents, condition = prepare(*args, **kwargs)
+        marks, scaled = condition[:, :-16], condition[:, -16:]  # in float32, of what the VAE made in bfloat16
+        encoded = (scaled * std + mean).bfloat16()
+        return latents, torch.cat([marks, (encoded - mean.bfloat16()) * (1.0 / std.bfloat16())], dim=1)
+
+    monkeypatch.setattr(whole, "prepare_latents", prepared)
+
+
+def _scales(vae: Any) -> tuple[torch.Tensor, torch.Tensor]:
+    """Mean and deviation of each channel of the latents: [1, channels, 1, 1, 1]."""
+    mean, std = (
+        torch.tensor(numbers).view(1, -1, 1, 1, 1) for numbers in (vae.config.latents_mean, vae.config.latents_std)
+    )
+    return mean, std
 
 
 def picture(request: Mapping[str, Any], seed: int = 0) -> Image.Image:

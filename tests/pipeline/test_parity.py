@@ -14,8 +14,8 @@ from triptych.ids import ROLES, Role
 from triptych.models import EMBEDDED
 from triptych.pipeline.load import load_pipeline
 
-from .harness import Trio, frames_of, latents
-from .parity import Case, Pair, classic, pairs
+from .harness import Trio
+from .parity import Case, Pair, check_bfloat16, classic, pairs
 
 VIDEO = {
     "prompt": "a cat runs", "negative_prompt": "bad dog", "height": 32, "width": 48, "num_frames": 9,
@@ -94,35 +94,17 @@ def test_wan22_guides_its_second_transformer_by_its_own_scale(pair: Callable[[st
 def test_wan_in_bfloat16_is_the_classic_one_with_its_exact_timestep(
     bfloat16: Pair, monkeypatch: pytest.MonkeyPatch, seed: int, guidance: float
 ) -> None:
-    """Diffusers' modular loop rounds timestep 999 to 1000 in bfloat16; the classic pipeline does not, nor do we.
-
-    What else differs is that modular blocks do in float32 what the classic pipeline does in bfloat16: the scheduler's
-    step, and scaling the latents for the decoder. With these two done in float32 the classic pipeline is equal.
-    """
-    request = {**bfloat16.case.request, "num_inference_steps": 4, "guidance_scale": guidance}
-    inbox = bfloat16.trio.encoded({**request, "seed": seed})
-    bfloat16.trio.stage(Role.DENOISER, request, inbox)
-    step, vae = bfloat16.whole.scheduler.step, bfloat16.whole.vae
-    monkeypatch.setattr(bfloat16.whole.scheduler, "step", lambda noise, *a, **k: step(noise.float(), *a, **k))
-    generator = torch.Generator("cpu").manual_seed(seed)
-    expected = bfloat16.whole(**request, generator=generator, output_type="latent").frames
-    assert torch.equal(latents(inbox), expected)
-
-    mean, std = (
-        torch.tensor(numbers).view(1, -1, 1, 1, 1) for numbers in (vae.config.latents_mean, vae.config.latents_std)
-    )
-    video = vae.decode((expected / (1.0 / std) + mean).to(vae.dtype), return_dict=False)[0]
-    (images,) = bfloat16.whole.video_processor.postprocess_video(video, output_type="pil")
-    (clip,) = bfloat16.trio.stage(Role.DECODER, request, inbox).clips
-    assert np.array_equal(clip.frames, frames_of(images))
+    """Diffusers' modular loop rounds timestep 999 to 1000 in bfloat16; the classic pipeline does not, nor do we."""
+    check_bfloat16(bfloat16, monkeypatch, seed, guidance)
 
 
-@pytest.fixture(scope="module", params=["wan_t2v", "wan22_t2v"])
+@pytest.fixture(scope="module", params=["wan_t2v", "wan22_t2v", "wan_i2v"])
 def bfloat16(
     request: pytest.FixtureRequest, checkpoint: Callable[[str], Path], tmp_path_factory: pytest.TempPathFactory
 ) -> Pair:
     folder = checkpoint(request.param)
-    trio = Trio(folder, tmp_path_factory.mktemp("bfloat16"), dtype="bfloat16")
+    keeps = CASES[request.param].encoder_keeps
+    trio = Trio(folder, tmp_path_factory.mktemp("bfloat16"), dtype="bfloat16", encoder_keeps=keeps)
     return Pair(CASES[request.param], trio, classic(folder, torch.bfloat16))
 
 

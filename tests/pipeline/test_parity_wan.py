@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
 import pytest
+import torch
 from PIL import Image
 
 from triptych.errors import BadRequest
 
-from .parity import Case, Film, Pair, pairs, picture
+from .harness import Trio
+from .parity import Case, Film, Pair, check_bfloat16, classic, pairs, picture
 from .wan_checkpoints import WAN_BUILDERS
 
 VIDEO = {
@@ -35,13 +38,22 @@ ALONE = ("wan22_i2v", "wan22_ti2v", "wan22_ti2v_i2v", "wan_distilled", "wan22_di
 
 
 @pytest.fixture(scope="module")
-def pair(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Pair]:
-    def checkpoint(family: str) -> Path:
-        folder = tmp_path_factory.mktemp(family) / "model"
-        WAN_BUILDERS[family](folder)
-        return folder
+def make(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
+    """Family -> the folder of its checkpoint, built once."""
+    made: dict[str, Path] = {}
 
-    return pairs(CASES, checkpoint, tmp_path_factory.mktemp("pairs"))
+    def get(family: str) -> Path:
+        if family not in made:
+            made[family] = tmp_path_factory.mktemp(family) / "model"
+            WAN_BUILDERS[family](made[family])
+        return made[family]
+
+    return get
+
+
+@pytest.fixture(scope="module")
+def pair(make: Callable[[str], Path], tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Pair]:
+    return pairs(CASES, make, tmp_path_factory.mktemp("pairs"))
 
 
 @pytest.mark.parametrize("family", ALONE)
@@ -49,6 +61,33 @@ def pair(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Pair]:
 def test_split_is_the_classic_pipeline(pair: Callable[[str], Pair], family: str, seed: int, guidance: float) -> None:
     both = pair(family)
     both.check(both.case.request, seed=seed, guidance_scale=guidance)
+
+
+@pytest.mark.parametrize(("family", "guidance"), [("wan22_i2v", 6.0), ("wan_flf2v", 1.0)])
+def test_image_to_video_in_bfloat16_is_the_classic_one_with_its_exact_timestep(
+    monkeypatch: pytest.MonkeyPatch, make: Callable[[str], Path], tmp_path: Path, family: str, guidance: float
+) -> None:
+    """As text-to-video is."""
+    case, folder = CASES[family], make(family)
+    request = dict(case.request)
+    trio = Trio(folder, tmp_path, dtype="bfloat16", encoder_keeps=case.encoder_keeps)
+    if family == "wan_flf2v":
+        request["last_image"] = picture(request, seed=1)
+    both = Pair(replace(case, request=request), trio, classic(folder, torch.bfloat16))
+    check_bfloat16(both, monkeypatch, 5, guidance)
+
+
+@pytest.mark.parametrize("family", ["wan22_ti2v", "wan22_ti2v_i2v", "wan_vace"])
+def test_a_replayed_model_in_bfloat16_is_the_classic_one(
+    make: Callable[[str], Path], tmp_path: Path, family: str
+) -> None:
+    """Its own loop runs, so that timestep and rounding are its own, to the last bit."""
+    case, folder = CASES[family], make(family)
+    trio = Trio(folder, tmp_path, dtype="bfloat16", encoder_keeps=case.encoder_keeps)
+    request = {**case.request, "num_inference_steps": 3, "seed": 5, "guidance_scale": 6.0}
+    if family == "wan_vace":
+        request["video"] = Film.of(request)
+    Pair(case, trio, classic(folder, torch.bfloat16)).check(request)
 
 
 @pytest.mark.parametrize(("size", "guidance"), [((32, 48), 5.0), ((48, 32), 1.0)])
