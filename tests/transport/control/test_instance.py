@@ -15,7 +15,7 @@ from triptych.ids import ROLES, Epoch, InstanceId, RequestId, Role
 from triptych.transport.control.instance import InstanceControl
 from triptych.transport.control.server import Inbound, ServerControl
 from triptych.wire.codec import encode_batch
-from triptych.wire.messages import Ack, Goodbye, Lease, Started, Unknown
+from triptych.wire.messages import Ack, Goodbye, Lease, Staged, Started, Unknown, replace
 
 HOST = "127.0.0.1"
 WAIT = 10.0
@@ -64,6 +64,26 @@ def test_what_is_said_before_the_server_starts_arrives_when_it_does(join: Join, 
     late = ServerControl(HOST, port)
     assert [inbound.message for inbound in receive(late)] == [GOODBYE]
     late.close()
+
+
+def test_a_stage_that_ends_before_its_start_was_told_is_told_once(join: Join, server: Server) -> None:
+    control, port = server
+    instance, _ = join(port)
+    instance.connect_results({role: f"tcp://{HOST}:{port + 1 + n}" for n, role in enumerate(ROLES)})
+    other = replace(STARTED, lease=Lease(RequestId("other"), Role.ENCODER, 0))
+    staged = Staged(
+        instance=STARTED.instance, epoch=STARTED.epoch, server_epoch=None, lease=STARTED.lease, outputs=(),
+        compute_seconds=0.0, stage_seconds=0.0,
+    )  # fmt: skip
+    for message in (other, STARTED, staged):
+        instance.report(Role.ENCODER, message)
+    instance.flush()
+    assert [inbound.message for inbound in receive(control, 2)] == [other, staged]
+    instance.report(Role.ENCODER, STARTED)
+    instance.flush()
+    instance.report(Role.ENCODER, staged)
+    instance.flush()
+    assert [inbound.message for inbound in receive(control, 2)] == [STARTED, staged]
 
 
 def test_a_server_that_comes_back_is_found_again(join: Join, server: Server) -> None:

@@ -27,7 +27,18 @@ from triptych.transport.control.sockets import (
     open_socket,
 )
 from triptych.wire.codec import decode_to_instance
-from triptych.wire.messages import DrainStatus, FromInstance, Refused, ToInstance, Unknown, Welcome
+from triptych.wire.messages import (
+    DrainStatus,
+    Finished,
+    FromInstance,
+    Progress,
+    Refused,
+    Staged,
+    Started,
+    ToInstance,
+    Unknown,
+    Welcome,
+)
 
 POLL_LIMIT = 256
 """ZMQ messages taken from each socket in one `InstanceControl.poll`."""
@@ -155,9 +166,15 @@ class InstanceControl:
 
     def report(self, role: Role, message: FromInstance, blobs: Blobs = ()) -> None:
         """Queue a report to the result port of ``role``. Before `connect_results` it is a counted drop: outcomes
-        are resent until acknowledged."""
+        are resent until acknowledged.
+
+        The end of a stage takes the place of its start and its steps where these have not left yet."""
         if role in self._results:
-            self._results[role].outbox.put(message, blobs)
+            outbox = self._results[role].outbox
+            if isinstance(message, Staged | Finished):
+                lease = message.lease
+                outbox.take_back(lambda queued: isinstance(queued, Started | Progress) and queued.lease == lease)
+            outbox.put(message, blobs)
         else:
             self._drops.add("report", f"the server has not told its {role} result port")
 

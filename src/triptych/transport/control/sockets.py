@@ -7,7 +7,7 @@ import errno
 import logging
 import socket
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import zmq
 
@@ -132,6 +132,13 @@ class Outbox:
             self._runs.append(([message], blobs))  # type: ignore[list-item]
         else:
             self._runs[-1][0].append(message)  # type: ignore[arg-type]
+
+    def take_back(self, needless: Callable[[FromInstance | ToInstance], bool]) -> None:
+        """Unqueue the messages put last, as long as they are needless."""
+        while self._runs and not self._runs[-1][1] and needless(self._runs[-1][0][-1]):
+            self._runs[-1][0].pop()
+            if not self._runs[-1][0]:
+                self._runs.pop()
 
     def flush(self, sock: zmq.Socket[bytes], prefix: Sequence[bytes], where: str, drops: DropCounter) -> bool:
         """Send everything without ever blocking; what the peer has no room for is a counted drop. Whether all went."""
