@@ -166,6 +166,10 @@ class Api:
         except httpx.TransportError:
             return False
 
+    def reasons(self) -> list[str]:
+        """Why the server is not ready."""
+        return self._http.get("/ready").json()["reasons"]
+
     def info(self) -> dict[str, Any]:
         """/server_info."""
         return self._http.get("/server_info").raise_for_status().json()

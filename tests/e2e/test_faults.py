@@ -97,6 +97,22 @@ def test_without_another_instance_the_request_fails_in_time_and_names_the_role(
     impatient.api.make()
 
 
+def test_readiness_tells_the_truth_while_the_only_decoder_is_frozen_and_when_it_is_killed(
+    impatient: Deployment,
+) -> None:
+    decoder = impatient.instances["decoder-0"]
+    decoder.signal(signal.SIGSTOP)
+    until(lambda: not impatient.api.ready(), "the frozen decoder being missed", 10)
+    assert "decoder" in " ".join(impatient.api.reasons())
+    decoder.signal(signal.SIGCONT)
+    until(impatient.api.ready, "its return")
+    decoder.kill()
+    until(lambda: not impatient.api.ready(), "the dead decoder being missed", 3)
+    assert "process exited" in " ".join(impatient.api.reasons())
+    impatient.start("decoder-0")
+    impatient.wait_ready()
+
+
 def test_malformed_frames_on_every_socket_are_survived(impatient: Deployment) -> None:
     """Symptom elsewhere: one malformed message ends the router's thread, and every later request hangs."""
     pushed = [impatient.frontend + 1, impatient.frontend + 2, impatient.frontend + 3, *impatient.work_ports.values()]

@@ -10,6 +10,7 @@ from triptych.core.events import JobState, StageTiming
 from triptych.ids import ROLES, InstanceId, Role
 from triptych.server.metrics import Gauges, Metrics
 from triptych.server.service import DiffusionService
+from triptych.wire.messages import ErrorInfo, Lease, StageFailed
 
 
 def samples(service: DiffusionService) -> dict[tuple[str, tuple[tuple[str, str], ...]], float]:
@@ -46,6 +47,28 @@ async def test_numbers_are_those_of_the_requests(house: House) -> None:
     assert now["triptych_stage_seconds_count", (("role", "decoder"),)] == 5
     assert now["triptych_handoff_seconds_count", (("plane", "local"),)] == 10
     assert all(now["triptych_instance_up", (("instance", p.instance),)] == 1 for p in house.puppets)
+
+
+async def test_an_instance_in_quarantine_shows(house: House) -> None:
+    bad, good = house.add(Role.DENOISER), house.add(Role.DENOISER)
+    for role in (Role.ENCODER, Role.DECODER):
+        house.add(role)
+    await house.ready()
+    await house.instances(4)
+
+    def fail(lease: Lease, params: object, blobs: object) -> StageFailed:
+        error = ErrorInfo(code="broken", message="a broken fan", blame="instance", retryable=True)
+        return StageFailed(instance=bad.instance, epoch=bad.epoch, server_epoch=None, lease=lease, error=error)
+
+    bad.work = fail  # type: ignore[method-assign]
+    for i in range(8):
+        assert (await house.run(str(i))).view.state is JobState.DONE
+    now = samples(house.service)
+    assert now["triptych_instance_quarantined", (("instance", bad.instance),)] == 1
+    assert now["triptych_instance_quarantined", (("instance", good.instance),)] == 0
+    assert now["triptych_events_total", (("name", "instance_quarantined"),)] == 1
+    assert any("a broken fan" in reason for reason in house.service.readiness().reasons)
+    assert house.service.readiness().ready
 
 
 async def test_no_series_is_added_by_further_requests(house: House) -> None:

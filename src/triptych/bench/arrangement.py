@@ -13,7 +13,7 @@ from typing import Any, Final, TypeAlias
 from triptych.ids import Role
 from triptych.launch.args import ServerArgs
 from triptych.launch.group import Group
-from triptych.launch.plan import plan_pool
+from triptych.launch.plan import GroupPlan, plan_pool
 from triptych.launch.pool import LaunchError, Pool
 from triptych.launch.ports import free_ports
 
@@ -52,6 +52,18 @@ class Running:
     """What its instances said of their start: time to load and warm up, techniques that are on or off."""
 
 
+def planned(arrangement: Arrangement, args: ServerArgs, *, replicas: bool) -> GroupPlan:
+    """The processes of the roles apart, or a replica on each GPU of theirs: what is compared has equally many."""
+    if replicas:
+        return plan_pool(args, replica_gpus=[[gpu] for gpu in arrangement.gpu_ids])
+    return plan_pool(
+        args,
+        encoder_gpus=arrangement.gpus[Role.ENCODER],
+        denoiser_gpus=arrangement.gpus[Role.DENOISER],
+        decoder_gpus=arrangement.gpus[Role.DECODER],
+    )
+
+
 @contextlib.contextmanager
 def running(arrangement: Arrangement, *, replicas: bool) -> Generator[Running]:
     """A ready server with the roles apart, or with one instance of all roles on each of the same GPUs.
@@ -62,15 +74,7 @@ def running(arrangement: Arrangement, *, replicas: bool) -> Generator[Running]:
     with tempfile.TemporaryDirectory(prefix="triptych-bench-") as folder:
         said = {"output_dir": f"{folder}/outputs", **arrangement.options}
         args = ServerArgs.from_kwargs(model_path=arrangement.model, port=port, scheduler_port=frontend, **said)
-        if replicas:
-            plan = plan_pool(args, replica_gpus=[[gpu] for gpu in arrangement.gpu_ids])
-        else:
-            plan = plan_pool(
-                args,
-                encoder_gpus=arrangement.gpus[Role.ENCODER],
-                denoiser_gpus=arrangement.gpus[Role.DENOISER],
-                decoder_gpus=arrangement.gpus[Role.DECODER],
-            )
+        plan = planned(arrangement, args, replicas=replicas)
         lines: deque[str] = deque(maxlen=60)
         notes: list[str] = []
 
