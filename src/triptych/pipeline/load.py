@@ -28,6 +28,7 @@ from triptych.pipeline.modular import LoadedRole, ModularRolePipeline
 from triptych.pipeline.outfit import home_of, modules_of, outfit
 from triptych.pipeline.passing import pass_on
 from triptych.pipeline.preview import fit, with_previews
+from triptych.pipeline.readahead import read_ahead
 from triptych.pipeline.rehearsal import ghosts, rehearse
 from triptych.pipeline.replay import ReplayRolePipeline
 from triptych.pipeline.replay_load import load_replay
@@ -116,6 +117,7 @@ def _load_modular(
     owners = needed(roles)
     shows = model.previews and Role.DENOISER in roles
     folder = resolve_source(model.path, [*owners, "vae"] if shows else owners)
+    read_ahead(folder, [name for name in owners if name not in model.components])
     stand_ins = {name: stand_in(folder, name, *entry, dtype) for name, entry in present.items()}
     _put(whole, {name: value for name, value in stand_ins.items() if value is not None})
     schema = build_schema(model.path, index, whole, parts, family, read_settings(folder))

@@ -19,6 +19,7 @@ from triptych.pipeline.answers import OutputClasses
 from triptych.pipeline.fingerprint import fingerprint
 from triptych.pipeline.lora import attach, identities, with_adapters
 from triptych.pipeline.outfit import home_of, modules_of, outfit
+from triptych.pipeline.readahead import read_ahead
 from triptych.pipeline.replay import ReplayModel, ReplayRolePipeline
 from triptych.pipeline.replay_schema import build_replay_schema
 from triptych.pipeline.request import with_defaults
@@ -53,6 +54,7 @@ def load_replay(
     owned = {role: owned_components(role, anatomy, classes) for role in ROLES if role in roles}
     owners = {name: role for role, names in owned.items() for name in sorted(names)}
     folder = resolve_source(model.path, owners)
+    read_ahead(folder, [name for name in owners if name not in model.components])
     stand_ins: dict[str, Any] = {
         name: _stand_in(folder, name, entry, classes[name], dtype, where) for name, entry in present.items()
     }
