@@ -150,6 +150,9 @@ class ModelConfig:
     """Memory for embeddings of prompts that were seen before (``--prompt-cache``); 0: none are kept."""
     batching: bool = False
     """Join the forwards of requests that run at once, where that is faster (``--batching``); differs by rounding."""
+    batch_guidance: bool = False
+    """Compute the branches of guidance in one forward, where that is faster (``--batch-guidance``); differs by
+    rounding."""
     step_cache: float = 0.0
     """Threshold under which a denoising step reuses the work of the one before; lossy. 0: every step is computed."""
     warmup: tuple[Shape, ...] = ()
@@ -169,6 +172,9 @@ class ModelConfig:
             raise ConfigError(f"step-cache={self.step_cache}: must be 0 (off) or a share below 1, e.g. 0.1")
         if self.batching and self.step_cache:
             raise ConfigError("batching and step-cache: requests that share a forward cannot skip parts of it apart")
+        if self.batch_guidance and (self.batching or self.step_cache):
+            other = "batching" if self.batching else "step-cache"
+            raise ConfigError(f"batch-guidance and {other}: each decides in its own way which forwards are computed")
         names = [lora.name for lora in self.loras]
         if twice := {name for name in names if names.count(name) > 1}:
             raise ConfigError(f"lora {', '.join(sorted(twice))}: given twice")
@@ -286,8 +292,10 @@ class InstanceConfig:
             )
         if self.ranks == 1:
             return
-        if self.model.batching or self.model.step_cache:
-            raise ConfigError(f"num-gpus={self.ranks}: batching and step-cache are for denoisers of one GPU")
+        if self.model.batching or self.model.step_cache or self.model.batch_guidance:
+            raise ConfigError(
+                f"num-gpus={self.ranks}: batching, step-cache and batch-guidance are for denoisers of one GPU"
+            )
         if self.parallel.tp > 1 and (self.model.profile != "stock" or self.model.quant):
             raise ConfigError(
                 f"denoiser-tp={self.parallel.tp}: needs profile=stock and quant=none, other layers cannot be spread"

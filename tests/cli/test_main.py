@@ -119,7 +119,7 @@ def test_naming_the_model_twice_is_refused(capsys: pytest.CaptureFixture[str]) -
             ["--disagg-role", "decoder", "--num-gpus", "2", "--decoder-tp", "2", "--vae-tiling"],
             "decoder-tp=2: its strips leave nothing for vae-tiling",
         ),
-        (["--num-gpus", "2", "--step-cache", "0.1"], "batching and step-cache are for denoisers of one GPU"),
+        (["--num-gpus", "2", "--step-cache", "0.1"], "batch-guidance are for denoisers of one GPU"),
     ],
 )
 def test_gpus_that_no_model_could_share_so_are_refused(

@@ -51,6 +51,7 @@ SERVE_OPTIONS = {
     "--previews": False,
     "--prompt-cache": 268435456,
     "--batching": False,
+    "--batch-guidance": False,
     "--step-cache": 0.0,
     "--warmup": (),
     "--cache-dir": None,

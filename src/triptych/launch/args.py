@@ -80,6 +80,7 @@ class ServerArgs:
     previews: bool = False
     prompt_cache: int = 256 * MIB
     batching: bool = False
+    batch_guidance: bool = False
     step_cache: float = 0.0
     warmup: tuple[Shape, ...] = ()
     cache_dir: str | None = None
@@ -233,6 +234,7 @@ class ServerArgs:
                 quant={role: kind for role, kind in self.quant.items() if kind != "none"},
                 prompt_cache_bytes=self.prompt_cache,
                 batching=self.batching,
+                batch_guidance=self.batch_guidance,
                 step_cache=self.step_cache,
                 warmup=self.warmup,
                 cache_dir=None if self.cache_dir is None else Path(self.cache_dir),

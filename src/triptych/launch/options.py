@@ -253,6 +253,14 @@ OPTIONS: tuple[Option, ...] = (
         "join the forwards of requests that run at once, where that is faster; results differ by rounding",
     ),
     _option(
+        "batch_guidance",
+        read_switch,
+        False,
+        COMPUTE,
+        "",
+        "compute the branches of guidance in one forward, where that is faster; results differ by rounding",
+    ),
+    _option(
         "step_cache",
         read_share,
         0.0,

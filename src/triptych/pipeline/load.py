@@ -13,6 +13,7 @@ import diffusers
 import torch
 
 from triptych.accel.batching import ForwardBatcher
+from triptych.accel.branches import BranchBatching
 from triptych.accel.compiling import count_compilations, default_folder, keep_graphs_in
 from triptych.accel.parallel.team import Team
 from triptych.accel.tally import Tally
@@ -90,6 +91,10 @@ def load_cold(
     if modular_counterpart(index) is None:
         if model.batching and roles != (Role.DECODER,):
             raise ConfigError(f"batching: {index['_class_name']} is split by replaying its own loop, which runs alone")
+        if model.batch_guidance and Role.DENOISER in roles:
+            raise ConfigError(
+                f"batch-guidance: {index['_class_name']} is split by replay, and batches its branches itself"
+            )
         if model.previews:
             raise ConfigError(f"previews: {index['_class_name']} is split by replaying its own loop, which is closed")
         replayed = load_replay(model, index, roles, device, tally, team, component)
@@ -124,6 +129,9 @@ def _load_modular(
     schema = with_adapters(with_previews(schema) if model.previews else schema, model.loras)
     schema = with_defaults(schema, model.defaults)  # what cannot be is said before the weights are loaded
     sharing = None if team is None or Role.DENOISER not in roles else _sharing(team, whole, parts, stand_ins)
+    joined = BranchBatching() if model.batch_guidance and Role.DENOISER in roles else None
+    if joined is not None and not _guided(whole):
+        raise ConfigError(f"batch-guidance: {type(whole).__name__} has no guidance with a forward for each branch")
     text = None if team is None or team.wish.encoder_tp == 1 else TextSharing(team, present, stand_ins)
     pictures = None if team is None or team.wish.decoder_tp == 1 else PictureSharing(team, present, stand_ins)
     where = torch.device(device)
@@ -146,6 +154,8 @@ def _load_modular(
     shared = None if sharing is None else sharing.share(loaded)
     techniques += (() if shared is None else shared.techniques) + (() if text is None else text.share(loaded))
     techniques += () if pictures is None else pictures.share(loaded)
+    if joined is not None:
+        techniques += _join_branches(joined, loaded)
     pipeline = ModularRolePipeline(
         loaded=built(loaded, own),
         cut=parts,
@@ -155,7 +165,7 @@ def _load_modular(
         device=where,
         clock=clock,
         batcher=batcher,
-        shared=shared,
+        shared=shared or joined,
         adapters=adapters,
         projection=fit(loaded["vae"] if "vae" in loaded else load("vae", where), where) if shows else None,
     )
@@ -177,9 +187,21 @@ def _load_modular(
 
 
 def _sharing(team: Team, whole: Any, parts: Cut, stand_ins: Mapping[str, Any]) -> SharingPlan:
-    guided = any(hasattr(getattr(whole, name, None), "prepare_models") for name in whole.config_component_names)
     used = [spec.name for spec in parts.executed[Role.DENOISER].expected_components]
-    return SharingPlan(team, stand_ins, used, guided=guided)
+    return SharingPlan(team, stand_ins, used, guided=_guided(whole))
+
+
+def _guided(whole: Any) -> bool:
+    """Whether guidance is computed as one forward for each branch."""
+    return any(hasattr(getattr(whole, name, None), "prepare_models") for name in whole.config_component_names)
+
+
+def _join_branches(joined: BranchBatching, loaded: Mapping[str, Any]) -> tuple[str, ...]:
+    """Install it in a denoiser's models; what changes results by it, for the fingerprint."""
+    for name, component in loaded.items():
+        if name.startswith("transformer"):
+            joined.install(component)
+    return ("branches of guidance joined",)
 
 
 def quiet_libraries() -> None:

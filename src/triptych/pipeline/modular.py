@@ -11,7 +11,7 @@ import torch
 
 from triptych.accel.attention import backends
 from triptych.accel.batching import ForwardBatcher
-from triptych.accel.parallel.denoiser import SharedDenoiser
+from triptych.accel.guiders import GuiderShare
 from triptych.accel.wan_vae import installed
 from triptych.errors import StageError, WireError
 from triptych.ids import Role
@@ -55,7 +55,7 @@ class ModularRolePipeline:
         device: torch.device,
         clock: StepClock | None = None,
         batcher: ForwardBatcher | None = None,
-        shared: SharedDenoiser | None = None,
+        shared: GuiderShare | None = None,
         adapters: Adapters | None = None,
         projection: Projection | None = None,
     ) -> None:
@@ -240,8 +240,8 @@ def request_view(pipeline: Any, family: Family, params: Mapping[str, Any], *, en
     return view
 
 
-def _share_guiders(view: Any, shared: SharedDenoiser) -> None:
-    """Have the guiders of a request's view spread their branches over the ranks."""
+def _share_guiders(view: Any, shared: GuiderShare) -> None:
+    """Have the guiders of a request's view make their branches as ``shared`` does."""
     for name, component in view.components.items():
         if hasattr(component, "prepare_models"):
             setattr(view, name, shared.guider(component))

@@ -20,6 +20,8 @@ import torch.utils._pytree as pytree
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
+from triptych.accel.guiders import watched
+
 _KNOWN_ANSWERS: Final = 256
 """Input shapes whose answers' shapes are remembered."""
 
@@ -74,8 +76,7 @@ class BranchSharing:
 
     def share(self, guider: Any) -> Any:
         """``guider``, one request's own, beginning and ending steps that are shared. Other guiders are unchanged."""
-        guider.__class__ = _sharing(type(guider), self)
-        return guider
+        return watched(guider, self)
 
     def begin(self, branches: Sequence[Any]) -> None:
         """The guider wants these branches."""
@@ -89,33 +90,6 @@ class BranchSharing:
         for number, branch in enumerate(branches):
             branch.noise_pred = branch.noise_pred.contiguous()
             dist.broadcast(branch.noise_pred, src=self._ranks[number % len(self._ranks)], group=self._group)
-
-
-def _sharing(kind: type[Any], sharing: BranchSharing) -> type[Any]:
-    """A guider class as it is, but for telling ``sharing`` when a step begins and ends."""
-
-    class Sharing(kind):
-        def set_state(self, *args: Any, **kwargs: Any) -> Any:
-            sharing.begin(())
-            return super().set_state(*args, **kwargs)
-
-        def prepare_inputs(self, *args: Any, **kwargs: Any) -> Any:
-            branches = super().prepare_inputs(*args, **kwargs)
-            sharing.begin(branches)
-            return branches
-
-        def prepare_inputs_from_block_state(self, *args: Any, **kwargs: Any) -> Any:
-            branches = super().prepare_inputs_from_block_state(*args, **kwargs)
-            sharing.begin(branches)
-            return branches
-
-        def __call__(self, data: Any) -> Any:
-            sharing.gather(data)
-            return super().__call__(data)
-
-    Sharing.__name__ = kind.__name__
-    Sharing.__module__ = kind.__module__  # a checkpoint knows the objects of Diffusers by it
-    return Sharing
 
 
 def _shapes(inputs: Any) -> object:
