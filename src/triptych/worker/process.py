@@ -6,6 +6,7 @@ owns the model. *Transfer* pulls inputs ahead and stages outputs. *Media* writes
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import logging
 from typing import Final, NoReturn
@@ -22,7 +23,6 @@ from triptych.pipeline.stage import RolePipeline
 from triptych.transport.control.instance import InstanceControl
 from triptych.transport.control.keys import load_keys
 from triptych.transport.data.plane import open_plane
-from triptych.transport.data.protocol import DataPlane
 from triptych.transport.host import host_id
 from triptych.wire.messages import PROTOCOL_VERSION, Counts, Hello
 from triptych.worker.control import ControlLoop
@@ -46,79 +46,144 @@ EXIT_OPERATOR: Final = 2
 """Exit code of a process that the operator must mend something for; whoever supervises it need not start it again."""
 
 
-def run_instance(config: InstanceConfig) -> int:
-    """Serve the roles of ``config`` until a signal or the server ends it; the exit code of the process.
+def run_instance(config: InstanceConfig) -> NoReturn:
+    """Serve the roles of ``config`` until a signal or the server ends it, then end the process with its exit code.
 
-    To be called from the main thread of a process of its own: it takes over the signals, and once it has begun to
-    serve it does not return but ends the process itself.
+    To be called from the main thread of a process of its own, whose signals it takes over.
 
     Raises `ConfigError` for a port, a key, a plane or a log level that cannot be had.
     """
+    mailbox = Mailbox()
     identity = Identity(instance=instance_id(config.roles, host_id(), config.work_url), epoch=new_epoch())
     configure_logging(identity.instance)
-    mailbox = Mailbox()
     on_stop_signals(lambda name: mailbox.post(Stop(reason=name, seconds=config.drain_timeout)))
-    control = InstanceControl(
-        bind_host=config.transfer.hostname,
-        work_port=config.work_port,
-        server_addr=config.server_addr,
-        keys=None if config.key_dir is None else load_keys(config.key_dir, "instance"),
-    )
-    try:
-        plane = open_plane(config.transfer, identity.instance, identity.epoch, config.torch_device)
-    except BaseException:
-        control.close()
-        raise
-    tally = Tally()
-    metrics = InstanceMetrics(identity=identity, config=config, figures=lambda: plane.figures, tally=tally)
-    try:
-        exporter = serve_metrics(metrics, config)
-    except BaseException:
-        control.close()
-        plane.close()
-        raise
-    leader = Leader(config, identity.instance, mailbox.post) if config.ranks > 1 else None
-
-    def load() -> RolePipeline:
-        pipeline = _load(config, tally, leader)
-        metrics.attention(pipeline.attention)
-        return pipeline
-
-    crew = Crew(
-        load=load,
-        tally=tally,
-        device=config.torch_device,
-        slots=config.slots,
-        max_running=config.max_running,
-        checkpoint_interval=config.checkpoint_interval,
-        plane=plane,
-        identity=identity,
-        post=mailbox.post,
-    )
-    log.info("starting roles=%s work=%s server=%s", ",".join(config.roles), config.work_url, config.server_addr)
-    crew.start()
+    instance = _Instance(config, identity, mailbox)
     code = 1
-    loop: ControlLoop | None = None
     try:
-        loaded = _await_model(mailbox)
-        if isinstance(loaded, int):
-            code = loaded
-        else:
-            metrics.loaded(loaded)
-            loop = _control_loop(config, identity, loaded, control, plane, crew, mailbox, tally, metrics)
-            mailbox.attach(control.wake)
-            code = loop.run()
+        code = instance.serve()
     except Exception:
         log.critical("the control thread died", exc_info=True)
-    if exporter is not None:
-        exporter.close()
-    _leave(code, mailbox, loop, control, crew, plane, leader)
+    instance.leave(code)
 
 
-def _load(config: InstanceConfig, tally: Tally, leader: Leader | None) -> RolePipeline:
-    if leader is None:
-        return load_pipeline(config.model, config.roles, config.torch_device, tally)
-    return load_in_lockstep(config, leader, tally)
+class _Instance:
+    """The parts of the process, from the sockets that may be taken to the threads that serve.
+
+    Raises `ConfigError` for what cannot be had; then nothing stays open.
+    """
+
+    def __init__(self, config: InstanceConfig, identity: Identity, mailbox: Mailbox) -> None:
+        self._config = config
+        self._identity = identity
+        self._mailbox = mailbox
+        self._tally = Tally()
+        self._loop: ControlLoop | None = None
+        with contextlib.ExitStack() as opened:
+            self._control = InstanceControl(
+                bind_host=config.transfer.hostname,
+                work_port=config.work_port,
+                server_addr=config.server_addr,
+                keys=None if config.key_dir is None else load_keys(config.key_dir, "instance"),
+            )
+            opened.callback(self._control.close)
+            plane = self._plane = open_plane(config.transfer, identity.instance, identity.epoch, config.torch_device)
+            opened.callback(plane.close)
+            self._metrics = InstanceMetrics(
+                identity=identity, config=config, figures=lambda: plane.figures, tally=self._tally
+            )
+            self._exporter = serve_metrics(self._metrics, config)
+            opened.pop_all()
+        # Last: the further ranks are processes, and nothing that comes after them may be refused.
+        self._leader = Leader(config, identity.instance, mailbox.post) if config.ranks > 1 else None
+        self._crew = Crew(
+            load=self._load,
+            tally=self._tally,
+            device=config.torch_device,
+            slots=config.slots,
+            max_running=config.max_running,
+            checkpoint_interval=config.checkpoint_interval,
+            plane=plane,
+            identity=identity,
+            post=mailbox.post,
+        )
+
+    def serve(self) -> int:
+        """Load the model and work until told to stop; the exit code."""
+        config = self._config
+        log.info("starting roles=%s work=%s server=%s", ",".join(config.roles), config.work_url, config.server_addr)
+        self._crew.start()
+        loaded = _await_model(self._mailbox)
+        if isinstance(loaded, int):
+            return loaded
+        self._metrics.loaded(loaded)
+        self._loop = ControlLoop(
+            control=self._control,
+            machine=InstanceMachine(self._hello(loaded)),
+            plane=self._plane,
+            crew=self._crew,
+            mailbox=self._mailbox,
+            identity=self._identity,
+            usage=self._usage,
+            metrics=self._metrics,
+        )
+        self._mailbox.attach(self._control.wake)
+        return self._loop.run()
+
+    def leave(self, code: int) -> NoReturn:
+        """Say goodbye, end the threads, give the memory back, and end the process; all of it within a bound."""
+        if self._exporter is not None:
+            self._exporter.close()
+        guard = exit_by(_LEAVE_SECONDS, code)
+        self._mailbox.attach(None)
+        self._control.close()
+        if self._loop is not None:
+            self._loop.abandon()
+        self._crew.close(_JOIN_SECONDS)
+        self._plane.close()
+        if self._leader is not None:
+            self._leader.close()
+        guard.cancel()
+        log.info("ended with exit code %d", code)
+        # The interpreter takes seconds to take the model libraries down, in which whoever restarts us waits; and native
+        # threads of an engine or a model abort the process when it is taken down around them.
+        exit_now(code)
+
+    def _load(self) -> RolePipeline:
+        config = self._config
+        if self._leader is None:
+            pipeline = load_pipeline(config.model, config.roles, config.torch_device, self._tally)
+        else:
+            pipeline = load_in_lockstep(config, self._leader, self._tally)
+        self._metrics.attention(pipeline.attention)
+        return pipeline
+
+    def _hello(self, loaded: Loaded) -> Hello:
+        config, plane = self._config, self._plane
+        return Hello(
+            instance=self._identity.instance,
+            epoch=self._identity.epoch,
+            server_epoch=None,
+            protocol=PROTOCOL_VERSION,
+            roles=config.roles,
+            work_url=config.work_url,
+            host=host_id(),
+            slots=config.slots,
+            pool_bytes=plane.pool_bytes,
+            planes=plane.planes,
+            schema=loaded.schema,
+            fingerprint=loaded.fingerprint,
+            device=loaded.device,
+        )
+
+    def _usage(self) -> Usage:
+        config = self._config
+        on_gpu = torch.cuda.memory_allocated(config.torch_device) if config.model.device == "cuda" else 0
+        return Usage(
+            pool_used=self._plane.used_bytes,
+            resident_bytes=psutil.Process().memory_info().rss,
+            device_bytes=on_gpu,
+            counts=Counts(**dataclasses.asdict(self._tally)),
+        )
 
 
 def _await_model(mailbox: Mailbox) -> Loaded | int:
@@ -135,78 +200,3 @@ def _await_model(mailbox: Mailbox) -> Loaded | int:
                 return 0
             case post:
                 raise AssertionError(f"{post!r} before the model was loaded")
-
-
-def _control_loop(
-    config: InstanceConfig,
-    identity: Identity,
-    loaded: Loaded,
-    control: InstanceControl,
-    plane: DataPlane,
-    crew: Crew,
-    mailbox: Mailbox,
-    tally: Tally,
-    metrics: InstanceMetrics,
-) -> ControlLoop:
-    hello = Hello(
-        instance=identity.instance,
-        epoch=identity.epoch,
-        server_epoch=None,
-        protocol=PROTOCOL_VERSION,
-        roles=config.roles,
-        work_url=config.work_url,
-        host=host_id(),
-        slots=config.slots,
-        pool_bytes=plane.pool_bytes,
-        planes=plane.planes,
-        schema=loaded.schema,
-        fingerprint=loaded.fingerprint,
-        device=loaded.device,
-    )
-    process = psutil.Process()
-
-    def usage() -> Usage:
-        on_gpu = torch.cuda.memory_allocated(config.torch_device) if config.model.device == "cuda" else 0
-        return Usage(
-            pool_used=plane.used_bytes,
-            resident_bytes=process.memory_info().rss,
-            device_bytes=on_gpu,
-            counts=Counts(**dataclasses.asdict(tally)),
-        )
-
-    return ControlLoop(
-        control=control,
-        machine=InstanceMachine(hello),
-        plane=plane,
-        crew=crew,
-        mailbox=mailbox,
-        identity=identity,
-        usage=usage,
-        metrics=metrics,
-    )
-
-
-def _leave(
-    code: int,
-    mailbox: Mailbox,
-    loop: ControlLoop | None,
-    control: InstanceControl,
-    crew: Crew,
-    plane: DataPlane,
-    leader: Leader | None,
-) -> NoReturn:
-    """Say goodbye, end the threads, give the memory back, and end the process; all of it within a bound."""
-    guard = exit_by(_LEAVE_SECONDS, code)
-    mailbox.attach(None)
-    control.close()
-    if loop is not None:
-        loop.abandon()
-    crew.close(_JOIN_SECONDS)
-    plane.close()
-    if leader is not None:
-        leader.close()
-    guard.cancel()
-    log.info("ended with exit code %d", code)
-    # The interpreter takes seconds to take the model libraries down, in which whoever restarts us waits; and native
-    # threads of an engine or a model abort the process when it is taken down around them.
-    exit_now(code)
