@@ -13,9 +13,11 @@ from triptych.errors import OutOfMemory, StageError, TriptychError
 from triptych.ids import Role
 
 _ADVICE = {
-    Role.ENCODER: "lower max_sequence_length, or give the encoder a larger device",
-    Role.DENOISER: "lower height, width, num_frames or n, run fewer requests at once, or give it a larger device",
-    Role.DECODER: "lower height, width, num_frames or n, or give the decoder a larger device",
+    Role.ENCODER: "lower max_sequence_length, or have the encoder started with --offload or on a larger device",
+    Role.DENOISER: "lower height, width, num_frames or n, or have the denoiser started with --offload, with fewer "
+    "--max-running-requests or on a larger device",
+    Role.DECODER: "lower height, width, num_frames or n, or have the decoder started with --vae-tiling, with --offload "
+    "or on a larger device",
 }
 
 
