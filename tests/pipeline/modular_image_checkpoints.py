@@ -10,11 +10,18 @@ from diffusers import (
     AutoencoderKLFlux2,
     FlowMatchEulerDiscreteScheduler,
     Flux2KleinPipeline,
+    Flux2Pipeline,
     Flux2Transformer2DModel,
     SD3Transformer2DModel,
     StableDiffusion3Pipeline,
 )
-from transformers import CLIPTextModelWithProjection, Qwen3Config, Qwen3ForCausalLM
+from transformers import (
+    CLIPTextModelWithProjection,
+    Mistral3Config,
+    Mistral3ForConditionalGeneration,
+    Qwen3Config,
+    Qwen3ForCausalLM,
+)
 
 from .checkpoints import chat_tokenizer, clip_tokenizer, image_vae, seeded, t5_tokenizer
 from .classic_parts import clip_text_config, t5
@@ -48,7 +55,54 @@ def sd3_without_t5(folder: Path) -> None:
     sd3(folder, with_t5=False)
 
 
-# -- Flux 2 Klein -----------------------------------------------------------------------------------------------------
+# -- Flux 2 -----------------------------------------------------------------------------------------------------------
+
+
+def flux2_parts(**transformer: Any) -> dict[str, Any]:
+    return {
+        "scheduler": FlowMatchEulerDiscreteScheduler(use_dynamic_shifting=True, time_shift_type="exponential"),
+        "vae": seeded(
+            AutoencoderKLFlux2,
+            down_block_types=("DownEncoderBlock2D",) * 4, up_block_types=("UpDecoderBlock2D",) * 4,
+            block_out_channels=(8, 8, 8, 8), layers_per_block=1, latent_channels=4, norm_num_groups=4, sample_size=32,
+        ),
+        "transformer": seeded(
+            Flux2Transformer2DModel,
+            patch_size=1, in_channels=16, num_layers=1, num_single_layers=1, attention_head_dim=16,
+            num_attention_heads=2, joint_attention_dim=48, timestep_guidance_channels=32, axes_dims_rope=(4, 4, 4, 4),
+            **transformer,
+        ),
+    }  # fmt: skip
+
+
+def flux2(folder: Path) -> None:
+    """Flux 2: three layers of a Mistral as text embeddings, and guidance that the transformer is told.
+
+    Published ones have Pixtral's processor for a tokenizer, which is not to be had without torchvision; of that, texts
+    meet the chat template and the tokenizer alone, as here.
+    """
+    tokenizer = chat_tokenizer()
+    tokenizer.chat_template = (
+        "{% for m in messages %}<|im_start|>{{ m['role'] }}\n{% for part in m['content'] %}{{ part['text'] }}"
+        "{% endfor %}<|im_end|>\n{% endfor %}"
+    )
+    config = Mistral3Config(
+        text_config={
+            "model_type": "mistral", "hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 31,
+            "num_attention_heads": 2, "num_key_value_heads": 2, "head_dim": 8, "vocab_size": len(tokenizer) + 6,
+            "max_position_embeddings": 512,
+        },
+        vision_config={
+            "model_type": "pixtral", "hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1,
+            "num_attention_heads": 2, "image_size": 32, "patch_size": 16,
+        },
+        image_token_index=len(tokenizer) + 5,
+    )  # fmt: skip
+    Flux2Pipeline(
+        **flux2_parts(guidance_embeds=True),
+        text_encoder=seeded(Mistral3ForConditionalGeneration, config),
+        tokenizer=tokenizer,
+    ).save_pretrained(folder)
 
 
 def flux2_klein(folder: Path, **settings: Any) -> None:
@@ -59,22 +113,11 @@ def flux2_klein(folder: Path, **settings: Any) -> None:
         vocab_size=len(tokenizer) + 6, max_position_embeddings=512, head_dim=8,
     )  # fmt: skip
     Flux2KleinPipeline(
-        scheduler=FlowMatchEulerDiscreteScheduler(use_dynamic_shifting=True, time_shift_type="exponential"),
-        vae=seeded(
-            AutoencoderKLFlux2,
-            down_block_types=("DownEncoderBlock2D",) * 4, up_block_types=("UpDecoderBlock2D",) * 4,
-            block_out_channels=(8, 8, 8, 8), layers_per_block=1, latent_channels=4, norm_num_groups=4, sample_size=32,
-        ),
+        **flux2_parts(guidance_embeds=False),
         text_encoder=seeded(Qwen3ForCausalLM, language),
         tokenizer=tokenizer,
-        transformer=seeded(
-            Flux2Transformer2DModel,
-            patch_size=1, in_channels=16, num_layers=1, num_single_layers=1, attention_head_dim=16,
-            num_attention_heads=2, joint_attention_dim=48, timestep_guidance_channels=32, axes_dims_rope=(4, 4, 4, 4),
-            guidance_embeds=False,
-        ),
         **({"is_distilled": True} | settings),
-    ).save_pretrained(folder)  # fmt: skip
+    ).save_pretrained(folder)
 
 
 def flux2_klein_base(folder: Path) -> None:
@@ -85,6 +128,7 @@ def flux2_klein_base(folder: Path) -> None:
 IMAGE_BUILDERS: dict[str, Callable[[Path], None]] = {
     "sd3": sd3,
     "sd3_without_t5": sd3_without_t5,
+    "flux2": flux2,
     "flux2_klein": flux2_klein,
     "flux2_klein_base": flux2_klein_base,
 }

@@ -36,6 +36,7 @@ VIDEO = {"prompt": "a cat runs", "negative_prompt": "bad", "height": 32, "width"
 REQUESTS: dict[str, dict[str, Any]] = {
     "sd3": IMAGE | {"negative_prompt": "bad", "guidance_scale": 6.0},
     "sd3_without_t5": IMAGE | {"negative_prompt": "bad", "guidance_scale": 6.0},
+    "flux2": IMAGE | {"guidance_scale": 4.0},
     "flux2_klein": IMAGE,
     "flux2_klein_base": IMAGE | {"guidance_scale": 4.0},
     "ltx": VIDEO | {"num_frames": 9, "guidance_scale": 4.0, "fps": 16, "max_sequence_length": 32},
@@ -125,6 +126,7 @@ def test_split_is_the_classic_pipeline(both: Callable[[str], Both], family: str)
     [
         ("sd3", {"guidance_scale": 1.0, "width": 64}),
         ("sd3", {"n": 2, "negative_prompt": None}),
+        ("flux2", {"n": 2, "height": 32, "guidance_scale": 1.0}),
         ("flux2_klein", {"n": 2, "num_inference_steps": 1}),
         ("flux2_klein_base", {"guidance_scale": 1.0}),
         ("flux2_klein_base", {"n": 2, "height": 32}),

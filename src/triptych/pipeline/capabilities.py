@@ -29,7 +29,7 @@ from triptych.pipeline.ways import Way, modular_ways, replay_ways
 Split = Literal["modular", "replay"]
 
 TESTED = frozenset(
-    {"CogVideoXImageToVideoPipeline", "CogVideoXPipeline", "Flux2KleinPipeline", "FluxImg2ImgPipeline",
+    {"CogVideoXImageToVideoPipeline", "CogVideoXPipeline", "Flux2KleinPipeline", "Flux2Pipeline", "FluxImg2ImgPipeline",
      "FluxInpaintPipeline", "FluxPipeline", "GlmImagePipeline", "HeliosPipeline", "HunyuanVideo15Pipeline",
      "HunyuanVideoPipeline", "LTX2ImageToVideoPipeline", "LTX2Pipeline", "LTXImageToVideoPipeline", "LTXPipeline",
      "MochiPipeline", "PixArtSigmaPipeline", "QwenImageEditPipeline", "QwenImageEditPlusPipeline",
