@@ -45,6 +45,9 @@ def _run_instance(options: ServerArgs) -> int:
         from triptych.transport.control.keys import load_keys
 
         load_keys(config.key_dir, "instance")
+    # Some blocks of Diffusers draw a bar of their own that no setting of theirs turns off. Tqdm reads this once, when
+    # it is imported.
+    os.environ.setdefault("TQDM_DISABLE", "1")
     from triptych.launch.device import detect_device
     from triptych.worker.process import run_instance
 
