@@ -9,6 +9,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from prometheus_client import generate_latest
 
 from tests.server.house import PATIENCE, House, until
 from triptych.core.events import JobState
@@ -349,3 +350,14 @@ print(sorted(heavy & sys.modules.keys()))
     result = subprocess.run(command, capture_output=True, text=True, check=False, timeout=60)
     assert result.returncode == 0, result.stderr
     assert result.stdout.strip() == "[]"
+
+
+async def test_books_that_do_not_add_up_are_told_once_nothing_is_live(house: House) -> None:
+    house.add()
+    await house.ready()
+    await house.run()
+    (member,) = house.service._router._ledger.members.values()
+    member.retained[Role.ENCODER] += 64
+    samples = 'triptych_events_total{name="books_wrong"}'
+    await until(lambda: samples in generate_latest(house.service.registry).decode(), "the audit")
+    member.retained[Role.ENCODER] -= 64

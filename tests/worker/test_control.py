@@ -225,3 +225,16 @@ def test_an_outcome_of_a_lease_that_is_over_is_harmless(stand: Stand) -> None:
     stand.mailbox.post(Ended(outcome=outcome))
     stand.work(Cancel(server_epoch=SERVER, epoch=LIFE, lease=lease(Role.DECODER)))
     stand.hear(Stopped)
+
+
+def test_an_idle_instance_whose_pool_lost_track_of_its_bytes_ends(
+    stand: Stand, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def broken() -> None:
+        raise AssertionError("bytes 0 to 64 have two owners")
+
+    monkeypatch.setattr(stand.plane, "check_integrity", broken)
+    goodbye, _ = stand.hear(Goodbye)
+    assert isinstance(goodbye, Goodbye)
+    assert "bytes 0 to 64 have two owners" in goodbye.reason
+    assert stand.end() == 1

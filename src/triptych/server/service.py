@@ -337,7 +337,7 @@ class DiffusionService:
         await self._keeper.store(request, files)
 
     def ticked(self) -> None:
-        """About once a second: look up host names, count the frames that were dropped, and forget what expired."""
+        """About once a second: look up host names, count what was dropped, forget what expired, audit the books."""
         for instance in self._router.instances():
             self._known.pop(instance.instance, None)
             self._known[instance.instance] = None
@@ -346,6 +346,7 @@ class DiffusionService:
         if self._control is not None:
             self._metrics.dropped = self._control.dropped
         self._keeper.expire()
+        self._audit()
         self._notices.flush()
         if self._addresses.stale and not self._resolving:
             self._resolving = True
@@ -357,6 +358,14 @@ class DiffusionService:
         # Places in a queue and clocks move without an update, so a live job is looked at anew.
         view = None if entry.ended else self._router.view(entry.id)
         return entry.record(view)
+
+    def _audit(self) -> None:
+        """While nothing is live, say whether the router still holds something, or holds it twice."""
+        if not any(count for state, count in self._records.states.items() if state not in TERMINAL):
+            try:
+                self._router.check_integrity()
+            except AssertionError as error:
+                self.counted(Count(name="books_wrong", detail=str(error)))
 
     async def _resolve(self) -> None:
         try:

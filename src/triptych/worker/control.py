@@ -104,6 +104,7 @@ class ControlLoop:
                 self._feed(self._usage())
                 if self._metrics is not None:
                     self._metrics.held(len(self._machine.leases))
+                self._audit()
             self._feed(Tick())
             self._control.flush()
             if self._exit_code is not None:
@@ -119,6 +120,17 @@ class ControlLoop:
             if dropped:
                 self._feed(CopiesDropped(copies=dropped))
         return self._exit_code
+
+    def _audit(self) -> None:
+        """Look through the pool's books while nothing is computed; an instance whose books are wrong starts anew."""
+        if self._machine.leases:
+            return
+        try:
+            self._plane.check_integrity()
+        except AssertionError as error:
+            log.critical("the books of the transfer pool are wrong: %s", error)
+            self._feed(Stop(reason=f"the books of the transfer pool are wrong: {error}"))
+            self._exit_code = 1
 
     def abandon(self) -> None:
         """Set the flag of every lease, so that all threads let go of what they do."""
