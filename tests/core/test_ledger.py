@@ -259,3 +259,13 @@ def test_requests_of_a_lost_instance_keep_their_place_in_line() -> None:
     assert [bench.router.view(name).position for name in names] == [0, 1, 2]  # type: ignore[union-attr]
     bench.join("encoder", life=2, slots=3)
     assert [run.lease.request for run in bench.sent("encoder", RunStage)] == names
+
+
+def test_an_output_that_nobody_will_read_tells_all_the_same_how_much_room_the_next_one_needs() -> None:
+    """Symptom: the instance stayed open for a stage whose output its pool would not hold."""
+    bench = Bench()
+    bench.join("encoder", slots=2, pool_bytes=100)
+    first, _second, third = bench.submit("first"), bench.submit("second"), bench.submit("third")
+    bench.staged("encoder", Lease(first, Role.ENCODER, 1), ("useless", Role.ENCODER), nbytes=80)
+    assert bench.view(third).state is JobState.ENCODER_WAITING
+    assert [view.free_slots for view in bench.router.instances()] == [1]

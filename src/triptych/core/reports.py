@@ -148,9 +148,9 @@ class Reports:
         self._time(job, grant, message.compute_seconds, message.stage_seconds)
         self._note(job, grant, message)
         job.grant = grant.job = None
+        member.typical[role] = sum([output.manifest.nbytes for output in message.outputs])
         ledger.free(grant)
         ledger.ack(member, grant.lease)
-        member.typical[role] = sum([output.manifest.nbytes for output in message.outputs])
         job.outputs[role] = ()
         if role is Role.ENCODER:
             job.encoded_by = member.hello.fingerprint
