@@ -37,8 +37,9 @@ def test_every_run_is_a_command_that_is_understood(gpus: int) -> None:
 
 def test_eight_gpus_are_three_pairs_or_one_of_four_beside_encoder_and_decoder_against_replicas() -> None:
     serving = {run.name: " ".join(run.words) for run in runs(plan(8)) if run.name.startswith("serve-50-")}
-    assert "--denoiser-gpus 1,2;3,4;5,6 --decoder-gpus 7 --baseline replicas" in serving["serve-50-three-pairs"]
+    assert "--denoiser-gpus 1,2;3,4;5,6 --decoder-gpus 7" in serving["serve-50-three-pairs"]
     assert "--denoiser-gpus 1,2,3,4 --decoder-gpus 0" in serving["serve-50-one-of-four"]
+    assert "--denoiser-gpus 0;1;2;3;4;5;6;7 --no-split --baseline replicas" in serving["serve-50-replicas"]
 
 
 def test_a_run_that_fails_or_is_late_is_written_down_and_one_that_was_cut_short_is_not(tmp_path: Path) -> None:
@@ -53,11 +54,11 @@ def test_a_run_that_fails_or_is_late_is_written_down_and_one_that_was_cut_short_
 def test_what_is_done_is_not_done_again(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     entry = {"name": "serve-4-one", "status": 0}
     (tmp_path / "runs.jsonl").write_text(json.dumps(entry) + "\n")
-    words = ["tiny", "--out", str(tmp_path), "--num-gpus", "1", "--device", "cpu", "--only", "serve-4"]
+    words = ["tiny", "--out", str(tmp_path), "--num-gpus", "1", "--device", "cpu", "--only", "serve-4-one"]
     assert main(words) == 0
     assert "serve-4-one: done before" in capsys.readouterr().out
     assert main([*words[:-1], "serve", "--budget", "1"]) == 1
-    assert "1 are left to do" in capsys.readouterr().out
+    assert "3 are left to do" in capsys.readouterr().out
 
 
 def test_a_machine_that_is_not_known_is_refused(tmp_path: Path) -> None:

@@ -48,6 +48,7 @@ def test_bursts_and_arrivals_on_split_roles(tmp_path: Path, capsys: pytest.Captu
         (["--shape", "big"], "must look like 832x480x81"),
         (["--option", "profile"], "NAME=VALUE"),
         (["--bursts", "one"], "whole numbers"),
+        (["--no-split"], "leaves nothing to measure"),
         (["--denoiser-gpus", "a"], "GPU numbers"),
         (["--denoiser-gpus", "0,"], "GPU numbers"),
     ],

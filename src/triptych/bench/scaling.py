@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import itertools
 import json
 import os
 import signal
@@ -95,29 +96,25 @@ def runs(plan: Plan) -> Iterator[Run]:
 
 
 def deployments(gpus: int) -> dict[str, tuple[str, ...]]:
-    """Arrangements of so many GPUs by name, as words of ``triptych bench serve``; the first is compared with replicas.
+    """Arrangements of so many GPUs by name, as words of ``triptych bench serve``; the last one is replicas on them all.
 
     Encoder and decoder are light, so they share a GPU where there are few.
     """
     match gpus:
         case 8:
-            roles = {
-                "three-pairs": ("0", "1,2;3,4;5,6", "7"),
-                "one-of-four": ("0", "1,2,3,4", "0"),
-            }
+            roles = {"three-pairs": ("0", "1,2;3,4;5,6", "7"), "one-of-four": ("0", "1,2,3,4", "0")}
         case 4:
-            roles = {"one-pair-each": ("0", "1,2", "3"), "one-of-three": ("0", "1,2,3", "0")}
+            roles = {"one-pair": ("0", "1,2", "3"), "one-of-three": ("0", "1,2,3", "0")}
         case 2:
-            roles = {"two": ("0", "1", "0"), "pair": ("0", "0,1", "1")}
+            roles = {"apart": ("0", "1", "0"), "pair": ("0", "0,1", "1")}
         case 1:
             roles = {"one": ("0", "0", "0")}
         case _:
             raise ConfigError(f"num-gpus={gpus}: must be one of {', '.join(map(str, COUNTS))}")
+    every = ";".join(map(str, range(gpus)))
     flags = ("--encoder-gpus", "--denoiser-gpus", "--decoder-gpus")
-    return {
-        name: (*(word for pair in zip(flags, lists, strict=True) for word in pair), *baseline)
-        for (name, lists), baseline in zip(roles.items(), [("--baseline", "replicas"), ()], strict=False)
-    }
+    words = {name: tuple(itertools.chain(*zip(flags, lists, strict=True))) for name, lists in roles.items()}
+    return {**words, "replicas": ("--denoiser-gpus", every, "--no-split", "--baseline", "replicas")}
 
 
 def _serving(plan: Plan, steps: int, words: Sequence[str]) -> tuple[str, ...]:

@@ -142,13 +142,17 @@ def _stock_row(arrangement: Arrangement, plan: Plan, repeats: int) -> Row:
     )  # fmt: skip
 
 
-def run(arrangement: Arrangement, baselines: Sequence[str], plan: Plan, stock_repeats: int) -> Iterator[Row]:
-    """All rows: of stock, of the split roles, then of replicas, which find compiled what the roles have compiled."""
+def run(
+    arrangement: Arrangement, baselines: Sequence[str], plan: Plan, stock_repeats: int, *, split: bool = True
+) -> Iterator[Row]:
+    """All rows: of stock, of the roles if they are wanted ``split``, then of replicas, which find compiled what the
+    roles have compiled."""
     if "stock" in baselines:
         yield _stock_row(arrangement, plan, stock_repeats)
-    with running(arrangement, replicas=False) as group:
-        say(group)
-        yield from measure(group.url, "split", arrangement.gpu_count, plan)
+    if split:
+        with running(arrangement, replicas=False) as group:
+            say(group)
+            yield from measure(group.url, "split", arrangement.gpu_count, plan)
     if "replicas" in baselines:
         with running(arrangement, replicas=True) as group:
             say(group)
@@ -201,6 +205,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--server", metavar="URL", help="measure this running server and start none")
     parser.add_argument("--api-key", metavar="KEY", help="key of that server")
     parser.add_argument("--baseline", default="", metavar="NAMES", help="replicas, stock, or both with a comma")
+    parser.add_argument("--no-split", action="store_true", help="measure the baselines alone, on the same GPUs")
     for role in ROLES:
         parser.add_argument(
             f"--{role}-gpus", default="0", metavar="LISTS",
@@ -229,6 +234,8 @@ def main(argv: Sequence[str]) -> int:
     for name in baselines:
         if name not in BASELINES:
             raise ConfigError(f"--baseline {args.baseline!r}: {name!r} is none of {', '.join(BASELINES)}")
+    if args.no_split and not baselines:
+        raise ConfigError("--no-split leaves nothing to measure without --baseline")
     plan = _plan(args)
     if args.server is not None:
         if baselines or args.option:
@@ -237,7 +244,7 @@ def main(argv: Sequence[str]) -> int:
     else:
         gpus = cast(Gpus, {role: read_gpu_lists(f"--{role}-gpus", getattr(args, f"{role}_gpus")) for role in ROLES})
         arrangement = Arrangement(model=args.model, gpus=gpus, options=_options(args.option))
-        measured = run(arrangement, baselines, plan, args.stock_repeats)
+        measured = run(arrangement, baselines, plan, args.stock_repeats, split=not args.no_split)
     rows: list[Row] = []
     for row in measured:
         rows.append(row)
