@@ -292,7 +292,8 @@ class InstanceConfig:
             )
         if self.ranks == 1:
             return
-        if self.model.batching or self.model.step_cache or self.model.batch_guidance:
+        denoises = Role.DENOISER in self.roles and (self.model.step_cache > 0 or self.model.batch_guidance)
+        if self.model.batching or denoises:
             raise ConfigError(
                 f"num-gpus={self.ranks}: batching, step-cache and batch-guidance are for denoisers of one GPU"
             )

@@ -103,7 +103,10 @@ def test_naming_the_model_twice_is_refused(capsys: pytest.CaptureFixture[str]) -
 @pytest.mark.parametrize(
     ("words", "expected"),
     [
-        (["--disagg-role", "encoder", "--num-gpus", "2"], "num-gpus=2: must be 1 for disagg-role encoder"),
+        (
+            ["--disagg-role", "encoder", "--num-gpus", "2", "--encoder-tp", "1"],
+            "num-gpus=2: must be 1 for disagg-role encoder",
+        ),
         (["--disagg-role", "decoder", "--denoiser-cfg", "1"], "do not apply to disagg-role decoder"),
         (["--num-gpus", "2", "--denoiser-cfg", "3"], "denoiser-cfg=3: must be 1 or 2"),
         (["--num-gpus", "4", "--denoiser-cfg", "2", "--denoiser-sp", "4"], "num-gpus=4: denoiser-cfg x denoiser-sp"),
@@ -114,9 +117,9 @@ def test_naming_the_model_twice_is_refused(capsys: pytest.CaptureFixture[str]) -
         (["--num-gpus", "2", "--encoder-tp", "2"], "encoder-tp=2 does not apply to disagg-role denoiser"),
         (["--disagg-role", "encoder", "--num-gpus", "4", "--encoder-tp", "2"], "must be 1 or num-gpus=4"),
         (["--disagg-role", "decoder", "--decoder-tp", "2"], "decoder-tp=2: must be 1 or num-gpus=1"),
-        (["--disagg-role", "decoder", "--num-gpus", "2"], "decoders with decoder-tp"),
+        (["--disagg-role", "decoder", "--num-gpus", "2", "--decoder-tp", "1"], "decoders with decoder-tp"),
         (
-            ["--disagg-role", "decoder", "--num-gpus", "2", "--decoder-tp", "2", "--vae-tiling"],
+            ["--disagg-role", "decoder", "--num-gpus", "2", "--vae-tiling"],
             "decoder-tp=2: its strips leave nothing for vae-tiling",
         ),
         (["--num-gpus", "2", "--step-cache", "0.1"], "batch-guidance are for denoisers of one GPU"),

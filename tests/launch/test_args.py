@@ -106,3 +106,11 @@ def test_the_package_offers_it_on_first_use() -> None:
     assert callable(triptych.launch_pool_disagg_server)
     with pytest.raises(AttributeError, match="nothing_like_it"):
         triptych.nothing_like_it  # noqa: B018
+
+
+@pytest.mark.parametrize("role", [Role.ENCODER, Role.DECODER])
+def test_all_gpus_of_an_encoder_or_decoder_share_its_work_unless_it_is_said_otherwise(role: Role) -> None:
+    alone = ServerArgs.from_kwargs(**DENOISER | {"disagg_role": role, "num_gpus": 2})
+    assert alone.instance_config(default_device="cuda").shared_roles == (role,)
+    whole = ServerArgs.from_kwargs(**DENOISER | {"disagg_role": "monolithic", "num_gpus": 2})
+    assert whole.instance_config(default_device="cuda").shared_roles == (Role.DENOISER,)

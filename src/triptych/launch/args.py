@@ -51,8 +51,8 @@ class ServerArgs:
     denoiser_sp: int | None = None
     denoiser_ulysses: int | None = None
     denoiser_ring: int | None = None
-    encoder_tp: int = 1
-    decoder_tp: int = 1
+    encoder_tp: int | None = None
+    decoder_tp: int | None = None
     denoiser_tp: int = 1
     device: DeviceType | None = None
     dtype: DTypeName | None = None
@@ -146,6 +146,10 @@ class ServerArgs:
     def gpu_ids(self) -> tuple[int, ...]:
         """GPUs of the instance."""
         return tuple(range(self.base_gpu_id, self.base_gpu_id + self.num_gpus))
+
+    def _sharing(self, role: Role, said: int | None) -> int:
+        """How many GPUs share the work of ``role``: what was said, or all of an instance that has no other."""
+        return said if said is not None else self.num_gpus if self.roles == (role,) else 1
 
     def check_applies(self, sources: Mapping[str, str] | None = None) -> None:
         """Raise `ConfigError` for an option that was said though a process of this kind does not read it.
@@ -251,8 +255,8 @@ class ServerArgs:
                 ulysses=self.denoiser_ulysses,
                 ring=self.denoiser_ring,
                 tp=self.denoiser_tp,
-                encoder_tp=self.encoder_tp,
-                decoder_tp=self.decoder_tp,
+                encoder_tp=self._sharing(Role.ENCODER, self.encoder_tp),
+                decoder_tp=self._sharing(Role.DECODER, self.decoder_tp),
             ),
             slots=self.slots,
             max_running=self.max_running_requests,
