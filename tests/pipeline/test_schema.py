@@ -235,11 +235,14 @@ def test_defaults_of_the_launch_stand_in_the_schema() -> None:
     ],
 )
 def test_a_default_that_no_request_could_say_is_refused_before_weights_are_loaded(
-    name: str, value: int | str, reason: str, monkeypatch: pytest.MonkeyPatch
+    name: str, value: int | str, reason: str
 ) -> None:
-    monkeypatch.setattr("triptych.pipeline.load.load_component", lambda *_: pytest.fail("weights were loaded"))
+    def refuse(*_: object) -> None:
+        pytest.fail("weights were loaded")
+
+    model = ModelConfig(path="tiny", device="cpu", defaults={name: value})
     with pytest.raises(ConfigError) as caught:
-        with_default(**{name: value})
+        load_pipeline(model, (Role.ENCODER,), "cpu", component=refuse)
     assert f"--default {name}={value!r}" in caught.value.message
     assert reason in caught.value.message
 

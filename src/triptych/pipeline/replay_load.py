@@ -9,67 +9,50 @@ from typing import Any
 
 import torch
 
-from triptych.accel.parallel.team import Team
-from triptych.accel.tally import Tally
-from triptych.config import ModelConfig
 from triptych.errors import ConfigError, ModelError
 from triptych.ids import ROLES, Role
 from triptych.pipeline.anatomy import Anatomy, anatomy_of
 from triptych.pipeline.answers import OutputClasses
 from triptych.pipeline.fingerprint import fingerprint
+from triptych.pipeline.loading import Loading
 from triptych.pipeline.lora import attach, identities, with_adapters
-from triptych.pipeline.outfit import home_of, modules_of, outfit
+from triptych.pipeline.outfit import modules_of, outfit
 from triptych.pipeline.readahead import read_ahead
 from triptych.pipeline.replay import ReplayModel, ReplayRolePipeline
 from triptych.pipeline.replay_schema import build_replay_schema
 from triptych.pipeline.request import with_defaults
 from triptych.pipeline.schema import read_settings
 from triptych.pipeline.shadows import placed
-from triptych.pipeline.sharing import PictureSharing, SharingPlan
+from triptych.pipeline.sharing import Shares
 from triptych.pipeline.source import index_components, resolve_source
 from triptych.pipeline.standin import component_class, without_weights
-from triptych.pipeline.weights import LoadComponent, load_component
+from triptych.pipeline.weights import load_component
 
 
-def load_replay(
-    model: ModelConfig,
-    index: dict[str, Any],
-    roles: tuple[Role, ...],
-    device: str,
-    tally: Tally,
-    team: Team | None = None,
-    component: LoadComponent = load_component,
-) -> ReplayRolePipeline:
-    """The classic pipeline that ``index`` names, with the weights of ``roles`` on ``device``, shared by ``team``.
-    ``component`` is what gives a component its weights.
+def load_replay(loading: Loading, index: dict[str, Any]) -> ReplayRolePipeline:
+    """The classic pipeline that ``index`` names, with the weights of the roles asked for.
 
-    Raises `ModelError` for a class that cannot be split, with the reason, or a component that cannot be loaded.
+    Raises `ModelError` for a class that cannot be split, with the reason, or a component that cannot be loaded, and
+    `ConfigError` for what the class cannot do.
     """
-    where = torch.device(device)
-    dtype: torch.dtype = getattr(torch, model.effective_dtype)
+    model, where, team = loading.model, loading.where, loading.team
     kind = pipeline_class(index["_class_name"])
     anatomy = anatomy_of(kind)
     present = {name: entry for name, entry in index_components(index).items() if name in _takes(kind)}
     classes = {name: component_class(name, *entry) for name, entry in present.items()}
-    owned = {role: owned_components(role, anatomy, classes) for role in ROLES if role in roles}
+    owned = {role: owned_components(role, anatomy, classes) for role in ROLES if loading.serves(role)}
     owners = {name: role for role, names in owned.items() for name in sorted(names)}
     folder = resolve_source(model.path, owners)
     read_ahead(folder, [name for name in owners if name not in model.components])
     stand_ins: dict[str, Any] = {
-        name: _stand_in(folder, name, entry, classes[name], dtype, where) for name, entry in present.items()
+        name: _stand_in(folder, name, entry, classes[name], loading.dtype, where) for name, entry in present.items()
     }
     if team is not None and team.wish.encoder_tp > 1:
         raise ConfigError(f"encoder-tp={team.size}: {kind.__name__} is split by replay, whose encoder is on one GPU")
-    pictures = None if team is None or team.wish.decoder_tp == 1 else PictureSharing(team, present, stand_ins)
-    sharing = None
-    if team is not None and Role.DENOISER in roles:
-        # Its guidance is one forward of a doubled batch, so branches are not apart.
-        sharing = SharingPlan(team, stand_ins, sorted(anatomy.denoisers), guided=False)
+    # Its guidance is one forward of a doubled batch, so branches are not apart.
+    shares = Shares(team, loading.roles, present, stand_ins, sorted(anatomy.denoisers), guided=False)
     loaded = {
-        name: _as_stock(
-            component(folder, name, present[name], model.components.get(name), dtype, home_of(model, role, where))
-        )
-        for name, role in sorted(owners.items())
+        name: _as_stock(loading.fetch(folder, name, present[name], role)) for name, role in sorted(owners.items())
     }
 
     def built() -> dict[Role, Any]:
@@ -79,21 +62,18 @@ def load_replay(
         }
 
     adapters = attach(model.loras, built().values() if model.loras else (), modules_of(loaded))
-    techniques = outfit(model, loaded, owners, where, dtype, tally, agree=str if team is None else team.agree)
-    if sharing is not None:
-        techniques += sharing.share(loaded).techniques
-    if pictures is not None:
-        techniques += pictures.share(loaded)
+    techniques = outfit(model, loaded, owners, where, loading.dtype, loading.tally, agree=loading.agree())
+    techniques += shares.share(loaded)[1]
     pipelines = built()
-    settings = read_settings(folder)
     any_role = next(iter(pipelines.values()))
-    schema = build_replay_schema(model.path, index, any_role, anatomy, settings)
+    schema = build_replay_schema(model.path, index, any_role, anatomy, read_settings(folder))
+    changes = (*techniques, *identities(model.loras))
     return ReplayRolePipeline(
         model=ReplayModel(
             anatomy=anatomy,
             classes=OutputClasses(classes.values()),
             schema=with_defaults(with_adapters(schema, model.loras), model.defaults),
-            fingerprint=fingerprint(device, dtype, model.components, (*techniques, *identities(model.loras))),
+            fingerprint=fingerprint(loading.device, loading.dtype, model.components, changes),
             device=where,
         ),
         pipelines=pipelines,

@@ -15,6 +15,44 @@ from triptych.accel.parallel.text import PLANNED as TEXT_PLANNED
 from triptych.accel.parallel.text import shard_text
 from triptych.accel.wan_vae import supports_class
 from triptych.errors import ConfigError
+from triptych.ids import Role
+
+
+class Shares:
+    """All that a team will share of a pipeline, known before any weights are read; nothing without a team."""
+
+    def __init__(
+        self,
+        team: Team | None,
+        roles: tuple[Role, ...],
+        present: Mapping[str, tuple[str, str]],
+        components: Mapping[str, Any],
+        used: Iterable[str],
+        *,
+        guided: bool,
+    ) -> None:
+        """``present`` are library and class of the model's ``components``, of which the denoiser has ``used``.
+
+        Raises `ConfigError` for what cannot be shared.
+        """
+        self._denoiser: SharingPlan | None = None
+        self._others: list[TextSharing | PictureSharing] = []
+        if team is None:
+            return
+        if Role.DENOISER in roles:
+            self._denoiser = SharingPlan(team, components, used, guided=guided)
+        if team.wish.encoder_tp > 1:
+            self._others.append(TextSharing(team, present, components))
+        if team.wish.decoder_tp > 1:
+            self._others.append(PictureSharing(team, present, components))
+
+    def share(self, loaded: Mapping[str, Any]) -> tuple[SharedDenoiser | None, tuple[str, ...]]:
+        """Have the loaded models compute this rank's share; what changes results by it, for the fingerprint."""
+        denoiser = None if self._denoiser is None else self._denoiser.share(loaded)
+        techniques = () if denoiser is None else denoiser.techniques
+        for other in self._others:
+            techniques += other.share(loaded)
+        return denoiser, techniques
 
 
 class SharingPlan:

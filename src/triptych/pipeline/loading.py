@@ -1,0 +1,61 @@
+"""What a process asks for when it loads a model, and who helps: who counts, who shares, and who fetches weights."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, TypeAlias
+
+import torch
+
+from triptych.accel.parallel.team import Team
+from triptych.accel.tally import Tally
+from triptych.config import ModelConfig
+from triptych.ids import Role
+from triptych.pipeline.outfit import home_of
+from triptych.pipeline.stage import RolePipeline
+from triptych.pipeline.weights import LoadComponent
+
+WarmUp: TypeAlias = Callable[[RolePipeline], None]
+"""Runs a request of each declared shape through a pipeline that was loaded, or one that wraps it."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Loading:
+    """One load of a model."""
+
+    model: ModelConfig
+    roles: tuple[Role, ...]
+    device: str
+    """A torch device name."""
+    tally: Tally
+    """Where what accelerations do is counted."""
+    team: Team | None
+    """The ranks that share the work, each of which loads at the same time."""
+    component: LoadComponent
+    """What gives a component its weights."""
+
+    @property
+    def where(self) -> torch.device:
+        """The device that is computed on."""
+        return torch.device(self.device)
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """The dtype that weights are loaded in."""
+        return getattr(torch, self.model.effective_dtype)
+
+    def serves(self, role: Role) -> bool:
+        """Whether the process has that role."""
+        return role in self.roles
+
+    def agree(self) -> Callable[[str], str]:
+        """Makes the ranks take the same one of several choices."""
+        return str if self.team is None else self.team.agree
+
+    def fetch(self, folder: Path, name: str, entry: tuple[str, str], role: Role | None = None) -> Any:
+        """A component with its weights, for ``role`` where these weights may have to stay in host memory; ``entry``
+        is its library and class."""
+        home = self.where if role is None else home_of(self.model, role, self.where)
+        return self.component(folder, name, entry, self.model.components.get(name), self.dtype, home)

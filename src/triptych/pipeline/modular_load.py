@@ -1,0 +1,215 @@
+"""Load the roles of a modular pipeline: cut at its blocks, with their weights and stand-ins for those of others."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import Any
+
+import diffusers
+
+from triptych.accel.batching import ForwardBatcher
+from triptych.accel.branches import BranchBatching
+from triptych.errors import ConfigError, ModelError
+from triptych.ids import ROLES, Role
+from triptych.pipeline.cut import cut
+from triptych.pipeline.families import family_of
+from triptych.pipeline.fingerprint import fingerprint
+from triptych.pipeline.known import begins_with_picture, modular_counterpart
+from triptych.pipeline.loading import Loading, WarmUp
+from triptych.pipeline.lora import attach, identities, with_adapters
+from triptych.pipeline.modular import LoadedRole, ModularRolePipeline
+from triptych.pipeline.outfit import modules_of, outfit
+from triptych.pipeline.passing import pass_on
+from triptych.pipeline.preview import fit, with_previews
+from triptych.pipeline.readahead import read_ahead
+from triptych.pipeline.rehearsal import ghosts, rehearse
+from triptych.pipeline.request import with_defaults
+from triptych.pipeline.schema import build_schema, read_settings
+from triptych.pipeline.sharing import Shares
+from triptych.pipeline.source import index_components, resolve_source
+from triptych.pipeline.stage import RolePipeline
+from triptych.pipeline.standin import stand_in
+from triptych.pipeline.steps import StepClock
+from triptych.wire.schema import RequestSchema
+
+
+def load_modular(loading: Loading, folder: Path, index: dict[str, Any]) -> tuple[ModularRolePipeline, WarmUp]:
+    """The roles of the model whose ``index`` lies in ``folder``, and what warms them up.
+
+    Raises `ConfigError` for what the model cannot do, before any weights are read, and `ModelError` for a component
+    that cannot be loaded.
+    """
+    plan = _Plan(loading, folder, index)
+    pipeline, loaded = plan.load()
+    return pipeline, lambda own: plan.warm_up(own, pipeline, loaded)
+
+
+class _Plan:
+    """What is known from configs alone: the cut, who needs which component, the schema, and who shares what."""
+
+    def __init__(self, loading: Loading, folder: Path, index: dict[str, Any]) -> None:
+        model, own = loading.model, loading.roles
+        self._loading = loading
+        self._index = index
+        self._present = index_components(index)
+        self._whole = whole = _whole_pipeline(folder, index)
+        self._kind = type(whole).__name__
+        self._family = family_of(self._kind)
+        blocks = pass_on(whole.blocks, self._family.pictures.as_given)
+        self._parts = cut(self._kind, blocks, picture=begins_with_picture(index))
+        self._owners = self._needed(own)
+        self._shows = model.previews and loading.serves(Role.DENOISER)
+        self._folder = resolve_source(model.path, [*self._owners, "vae"] if self._shows else self._owners)
+        read_ahead(self._folder, [name for name in self._owners if name not in model.components])
+        self._stand_ins = {
+            name: stand_in(self._folder, name, *entry, loading.dtype) for name, entry in self._present.items()
+        }
+        _put(whole, {name: value for name, value in self._stand_ins.items() if value is not None})
+        self._schema = self._whole_schema()  # what cannot be is said before the weights are loaded
+        guided = _guided(whole)
+        used = [spec.name for spec in self._parts.executed[Role.DENOISER].expected_components]
+        self._shares = Shares(loading.team, own, self._present, self._stand_ins, used, guided=guided)
+        self._batcher = ForwardBatcher() if model.batching else None
+        self._joined = BranchBatching() if model.batch_guidance and loading.serves(Role.DENOISER) else None
+        if self._joined is not None and not guided:
+            raise ConfigError(f"batch-guidance: {self._kind} has no guidance with a forward for each branch")
+
+    def load(self) -> tuple[ModularRolePipeline, Mapping[str, Any]]:
+        """Read the weights and prepare them; the pipeline, and its components by name."""
+        loading, model = self._loading, self._loading.model
+        own = tuple(role for role in ROLES if loading.serves(role))
+        loaded = {
+            name: loading.fetch(self._folder, name, self._present[name], role) for name, role in self._owners.items()
+        }
+        adapted = [part.pipeline for part in self._built(loaded, own).values()] if model.loras else []
+        adapters = attach(model.loras, adapted, modules_of(loaded))
+        clock = StepClock()
+        techniques = outfit(
+            model, loaded, self._owners, loading.where, loading.dtype, loading.tally, clock.memory, self._batcher,
+            loading.agree(),
+        )  # fmt: skip
+        shared, parallel = self._shares.share(loaded)
+        techniques += parallel
+        if self._joined is not None:
+            techniques += _join_branches(self._joined, loaded)
+        pipeline = ModularRolePipeline(
+            loaded=self._built(loaded, own),
+            cut=self._parts,
+            family=self._family,
+            schema=self._schema,
+            fingerprint=fingerprint(
+                loading.device, loading.dtype, model.components, (*techniques, *identities(model.loras))
+            ),
+            device=loading.where,
+            clock=clock,
+            batcher=self._batcher,
+            shared=shared or self._joined,
+            adapters=adapters,
+            projection=self._projection(loaded),
+        )
+        return pipeline, loaded
+
+    def warm_up(self, own: RolePipeline, pipeline: ModularRolePipeline, loaded: Mapping[str, Any]) -> None:
+        """Run a request of each declared shape through ``own``, with ghosts in the place of the other roles."""
+        loading, shapes = self._loading, self._loading.model.warmup
+        if not shapes:
+            return
+        others = tuple(role for role in ROLES if not loading.serves(role))
+        made = ghosts(self._folder, list(self._needed(others)), self._present, loading.dtype, loading.where)
+        before = pipeline.with_parts(self._built(made, others))
+        denoisers = sum(name.startswith("transformer") for name in loaded)
+        if self._batcher is not None:
+            self._batcher.profiling = True
+        rehearse(own, before, shapes, denoisers=denoisers, tally=loading.tally)
+        if self._batcher is not None:
+            self._batcher.profiling = False
+
+    def _whole_schema(self) -> RequestSchema:
+        model = self._loading.model
+        schema = build_schema(
+            model.path, self._index, self._whole, self._parts, self._family, read_settings(self._folder)
+        )
+        schema = with_adapters(with_previews(schema) if model.previews else schema, model.loras)
+        return with_defaults(schema, model.defaults)
+
+    def _projection(self, loaded: Mapping[str, Any]) -> Any:
+        """From latents to colours, for previews; None where there are none."""
+        if not self._shows:
+            return None
+        vae = loaded["vae"] if "vae" in loaded else self._loading.fetch(self._folder, "vae", self._present["vae"])
+        return fit(vae, self._loading.where)
+
+    def _needed(self, roles: tuple[Role, ...]) -> dict[str, Role]:
+        """Components that the blocks of ``roles`` load from the checkpoint, in the order of their declaration, each
+        with the last role that uses it."""
+        left_out = _left_out(self._index)
+        names: dict[str, Role] = {}
+        for role in roles:
+            for spec in self._parts.executed[role].expected_components:
+                if spec.default_creation_method != "from_pretrained":
+                    continue
+                if role is Role.DENOISER and spec.name in self._family.facts_only:
+                    continue
+                if spec.name not in self._present:
+                    if spec.name in left_out:
+                        continue
+                    raise ModelError(f"component {spec.name!r}, which the {role} needs, is not in the model's index")
+                names[spec.name] = role
+        return names
+
+    def _built(self, made: Mapping[str, Any], roles: Iterable[Role]) -> dict[Role, LoadedRole]:
+        return {role: self._role_pipeline(role, made) for role in roles}
+
+    def _role_pipeline(self, role: Role, loaded: Mapping[str, Any]) -> LoadedRole:
+        whole, blocks = self._whole, self._parts.parts[role]
+        pipeline = type(whole)(blocks=blocks, config_dict=self._index)
+        own = {name: loaded[name] for name in pipeline.pretrained_component_names if name in loaded}
+        # What is made from a config is made by the first block of the whole pipeline that declares it; a part alone
+        # would let another block's declaration win. Each role gets its own copy.
+        made = {
+            name: copy.deepcopy(getattr(whole, name))
+            for name in pipeline.config_component_names
+            if getattr(whole, name, None) is not None
+        }
+        _put(pipeline, {name: value for name, value in self._stand_ins.items() if value is not None})
+        _put(pipeline, own | made)
+        return LoadedRole(role=role, pipeline=pipeline, blocks=blocks)
+
+
+def _guided(whole: Any) -> bool:
+    """Whether guidance is computed as one forward for each branch."""
+    return any(hasattr(getattr(whole, name, None), "prepare_models") for name in whole.config_component_names)
+
+
+def _join_branches(joined: BranchBatching, loaded: Mapping[str, Any]) -> tuple[str, ...]:
+    """Install it in a denoiser's models; what changes results by it, for the fingerprint."""
+    for name, component in loaded.items():
+        if name.startswith("transformer"):
+            joined.install(component)
+    return ("branches of guidance joined",)
+
+
+def _whole_pipeline(folder: Path, index: dict[str, Any]) -> Any:
+    """The uncut modular pipeline without weights, of the class that stands for the folder's classic one."""
+    import diffusers
+
+    classic = index["_class_name"]
+    counterpart = modular_counterpart(index)
+    assert counterpart is not None
+    try:
+        return getattr(diffusers, counterpart)(pretrained_model_name_or_path=str(folder), config_dict=index)
+    except (OSError, ValueError, RuntimeError, AttributeError, ImportError) as error:
+        raise ModelError(f"model {str(folder)!r}: the modular pipeline of {classic} fails: {error}") from error
+
+
+def _left_out(index: Mapping[str, Any]) -> frozenset[str]:
+    """Components that the model does without: its index says so, or its class lets them be absent."""
+    optional: Any = getattr(getattr(diffusers, index["_class_name"], None), "_optional_components", ())
+    return frozenset({*optional, *(name for name, entry in index.items() if entry in (None, [None, None]))})
+
+
+def _put(pipeline: Any, components: Mapping[str, Any]) -> None:
+    for name, component in components.items():
+        setattr(pipeline, name, component)
