@@ -76,11 +76,16 @@ def test_interleaved_requests_get_the_stock_bytes_and_each_text_is_computed_once
 
 def test_a_text_that_was_written_to_is_another_text() -> None:
     stock, model = build(picture=False), build(picture=False)
-    TextKeys().install(model)
+    keys = TextKeys()
+    keys.install(model)
     embeds = text(1)
     forward(model, embeds, 0)
     embeds.mul_(2)
     assert torch.equal(forward(model, embeds, 1), forward(stock, embeds, 1))
+    other = text(2)
+    embeds.add_(1)
+    forward(model, other, 2)
+    assert len(keys) == 1  # what was computed of its former values is of no use to anybody
 
 
 def test_compiled_blocks_take_them_without_a_break() -> None:

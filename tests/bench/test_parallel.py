@@ -6,6 +6,7 @@ import json
 from pathlib import Path
 
 import pytest
+import torch
 
 from triptych.bench.parallel import layout, main
 from triptych.errors import ConfigError
@@ -69,3 +70,12 @@ def test_a_name_that_is_none_is_refused_before_anything_starts() -> None:
         main(["tiny", "--layouts", "all"])
     with pytest.raises(ConfigError, match="num-gpus='two'"):
         main(["tiny", "--num-gpus", "two"])
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two CUDA GPUs")
+def test_every_layout_of_two_gpus_is_measured_to_its_end(tmp_path: Path) -> None:
+    file = tmp_path / "rows.json"
+    words = ["tiny", "--shape", "128x128x17", "--steps", "2", "--layouts", "auto,ulysses,ring,tp,decode"]
+    assert main([*words, "--json", str(file), "--deadline", "120"]) == 0
+    assert all(row["error"] < 0.1 for row in json.loads(file.read_text()))  # bfloat16

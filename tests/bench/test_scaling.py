@@ -29,8 +29,8 @@ def test_every_run_is_a_command_that_is_understood(gpus: int) -> None:
     parser = build_parser()
     for run in wanted:
         parser.parse_args(run.words)
-        if run.name.startswith("step-"):
-            count = int(run.name.removeprefix("step-"))
+        if run.name.startswith(("step-", "spread-")):
+            count = int(run.name.partition("-")[2])
             for name in run.words[run.words.index("--layouts") + 1].split(","):
                 layout(name, count)
 

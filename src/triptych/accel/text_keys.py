@@ -40,6 +40,12 @@ class _Kept:
     keys_values: dict[int, Tensor] = field(default_factory=dict[int, Tensor])
     """By block: [2, batch, tokens, width]."""
 
+    @property
+    def stale(self) -> bool:
+        """Whether a source is gone or was written to."""
+        tensors = [source() for source in self.sources]
+        return any(t is None or t._version != v for t, v in zip(tensors, self.versions, strict=True))
+
 
 class TextKeys:
     """What one model has computed from texts that are still there. Used from one thread."""
@@ -86,10 +92,12 @@ class TextKeys:
         capturing = texts[0].is_cuda and torch.cuda.is_current_stream_capturing()
         if capturing or any(text.is_inference() for text in texts):
             return _Kept()  # a recording must compute it from its inputs; the other kind does not say when it changes
+        for key in [key for key, kept in self._kept.items() if kept.stale]:
+            del self._kept[key]
         key = tuple(map(id, texts))
         versions = tuple(text._version for text in texts)
         known = self._kept.get(key)
-        if known is None or known.versions != versions:
+        if known is None:
             forget = functools.partial(_forget, self._kept, key)
             known = _Kept(sources=tuple(weakref.ref(text, forget) for text in texts), versions=versions)
             self._kept[key] = known

@@ -27,11 +27,13 @@ from triptych.launch.device import detect_device
 
 COUNTS: Final = (1, 2, 4, 8)
 _LAYOUTS: Final = {
-    2: ("cfg", "ulysses", "ring", "tp"),
-    4: ("cfg+ulysses", "cfg+ring", "cfg+tp2", "ulysses", "ring", "ulysses2+ring2"),
-    8: ("cfg+ulysses", "cfg+ring", "cfg+ulysses2+ring2", "cfg+tp", "ulysses4+ring2", "ring"),
+    2: ("cfg", "ulysses", "ring"),
+    4: ("cfg+ulysses", "cfg+ring", "ulysses", "ring", "ulysses2+ring2"),
+    8: ("cfg+ulysses", "cfg+ring", "cfg+ulysses2+ring2", "ulysses4+ring2", "ring"),
 }
 """The layouts of each number of GPUs that are compared; those that a model cannot have become rows that say why."""
+_SPREAD: Final = {2: ("tp",), 4: ("cfg+tp", "tp"), 8: ("cfg+tp", "tp")}
+"""Those that spread the weights, which only unchanged layers can be: they are compared under profile stock."""
 _LAYOUT_SECONDS: Final = 150.0
 _SERVE_SECONDS: Final = 900.0
 _LEAST_SECONDS: Final = 60.0
@@ -72,27 +74,26 @@ def runs(plan: Plan) -> Iterator[Run]:
     if plan.size in synth.SIZES:
         yield Run(name="checkpoint", words=("synth", plan.size, "--out", plan.model, *device), deadline=300.0)
     counts = [count for count in COUNTS if 1 < count <= plan.gpus]
-    common = (plan.model, "--shape", plan.shape, *device, "--profile", plan.profile)
     for count in counts:
-        layouts = _LAYOUTS[count]
-        yield Run(
-            name=f"step-{count}",
-            words=(
-                *("bench", "parallel", *common, "--num-gpus", str(count), "--layouts", ",".join(layouts)),
-                *("--deadline", str(_LAYOUT_SECONDS)),
-            ),
-            deadline=_LAYOUT_SECONDS * (len(layouts) + 1) + 10,
-        )
+        yield _sharing(plan, f"step-{count}", plan.profile, (count,), _LAYOUTS[count])
+    for count in counts:
+        yield _sharing(plan, f"spread-{count}", "stock", (count,), _SPREAD[count])
     if counts:
-        several = ("--num-gpus", ",".join(map(str, counts)), "--layouts", "decode")
-        yield Run(
-            name="decode",
-            words=("bench", "parallel", *common, *several, "--deadline", str(_LAYOUT_SECONDS)),
-            deadline=_LAYOUT_SECONDS * (len(counts) + 1) + 10,
-        )
+        yield _sharing(plan, "decode", plan.profile, counts, ("decode",))
     for steps in plan.steps:
         for name, words in deployments(plan.gpus).items():
             yield Run(name=f"serve-{steps}-{name}", words=_serving(plan, steps, words), deadline=_SERVE_SECONDS)
+
+
+def _sharing(plan: Plan, name: str, profile: str, counts: Sequence[int], layouts: Sequence[str]) -> Run:
+    """Layouts on numbers of GPUs against one."""
+    what = ("bench", "parallel", plan.model, "--shape", plan.shape, "--device", plan.device, "--profile", profile)
+    how = ("--num-gpus", ",".join(map(str, counts)), "--layouts", ",".join(layouts))
+    return Run(
+        name=name,
+        words=(*what, *how, "--deadline", str(_LAYOUT_SECONDS)),
+        deadline=_LAYOUT_SECONDS * (len(layouts) * len(counts) + 1) + 10,
+    )
 
 
 def deployments(gpus: int) -> dict[str, tuple[str, ...]]:
