@@ -10,7 +10,7 @@ strip's margin get wrong never reaches the strip.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -110,18 +110,26 @@ def share_decoder(team: Team, vae: Any) -> None:
     def gather(own: Tensor, strip: Strip) -> Tensor:
         rows = [strip.size * rank // team.size for rank in range(team.size + 1)]
         lengths = [(last - first) * strip.scale for first, last in itertools.pairwise(rows)]
-        padded = own.contiguous()
-        if (missing := max(lengths) - own.shape[strip.dim]) > 0:
-            shape = [missing if dim == strip.dim else n for dim, n in enumerate(own.shape)]
-            padded = torch.cat([own, own.new_zeros(shape)], strip.dim)
-        parts = [torch.empty_like(padded) for _ in lengths] if team.rank == 0 else None
-        dist.gather(padded, parts, dst=0, group=group)
-        if parts is None:
-            return own
-        return torch.cat([p.narrow(strip.dim, 0, n) for p, n in zip(parts, lengths, strict=True)], strip.dim)
+        packed = pack(own, strip.dim, max(lengths))
+        parts = [torch.empty_like(packed) for _ in lengths] if team.rank == 0 else None
+        dist.gather(packed, parts, dst=0, group=group)
+        return own if parts is None else unpack(parts, strip.dim, lengths)
 
     decoder = installed(vae)
     if decoder is None:
         decoder = WanVaeDecoder(vae, compiled=False)
         install(vae, decoder)
     decoder.sharing = DecodeSharing(vae.decoder, team.rank, team.size, gather)
+
+
+def pack(own: Tensor, dim: int, length: int) -> Tensor:
+    """A strip with rows of zeros behind it up to ``length``: of one size, and in one order in memory, on all ranks."""
+    shape = [length if d == dim else n for d, n in enumerate(own.shape)]
+    packed = torch.zeros(shape, dtype=own.dtype, device=own.device)
+    packed.narrow(dim, 0, own.shape[dim]).copy_(own)
+    return packed
+
+
+def unpack(parts: Sequence[Tensor], dim: int, lengths: Sequence[int]) -> Tensor:
+    """The strips that were packed into ``parts``, one after the other."""
+    return torch.cat([part.narrow(dim, 0, length) for part, length in zip(parts, lengths, strict=True)], dim)
