@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import json
+from dataclasses import asdict
 from pathlib import Path
 
 import pytest
 
+from triptych.bench.parallel import Row as ParallelRow
 from triptych.bench.parallel import layout
 from triptych.bench.scaling import Ledger, Plan, Run, carry_out, main, runs
+from triptych.bench.serve import Row as ServeRow
 from triptych.cli.main import build_parser
 from triptych.errors import ConfigError
 
@@ -59,6 +62,24 @@ def test_what_is_done_is_not_done_again(tmp_path: Path, capsys: pytest.CaptureFi
     assert "serve-4-one: done before" in capsys.readouterr().out
     assert main([*words[:-1], "serve", "--budget", "1"]) == 1
     assert "3 are left to do" in capsys.readouterr().out
+
+
+def test_the_report_has_every_row_that_was_written(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    shared = ParallelRow(ranks=2, layout="cfg", guidance=True, seconds=0.4, ratio=1.9, equal=True)
+    refused = ParallelRow(ranks=2, layout="ring", guidance=None, failed="num-gpus=2: no")
+    served = ServeRow(
+        arrangement="split", gpus=2, load="burst of 2", sent=2, done=2, qps=0.5, p50=1, p95=2, p99=2, live=1,
+        expected_live=1, little_holds=True, failures=(), stages={"handoff": 0.002}, turnovers=1, idle=0.0004,
+        loads={"denoiser-0": 12.25},
+    )  # fmt: skip
+    (tmp_path / "step-2.json").write_text(json.dumps([asdict(shared), asdict(refused)]))
+    (tmp_path / "serve-50-pair.json").write_text(json.dumps([asdict(served)]))
+    assert main(["tiny", "--out", str(tmp_path), "--report"]) == 0
+    printed = capsys.readouterr().out
+    assert "| 2 | cfg | on | 400.0 | 1.90 | 95% | equal |" in printed
+    assert "| 2 | ring |  | failed: num-gpus=2: no |" in printed
+    assert "| 50-pair (split) | 2 | burst of 2 | 2/2 | 0.5 | 1.00 | 2.00 | 2.00 | 2.0 | 0.40 |" in printed
+    assert "| 50-pair | denoiser-0 | 12.2 |" in printed
 
 
 def test_a_machine_that_is_not_known_is_refused(tmp_path: Path) -> None:

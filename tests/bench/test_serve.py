@@ -30,6 +30,7 @@ def test_bursts_and_arrivals_on_split_roles(tmp_path: Path, capsys: pytest.Captu
         assert row["done"] == row["sent"]
         assert not row["failures"]
         assert 0 < row["p50"] <= row["p95"] <= row["p99"]
+        assert set(row["loads"]) == {"encoder-0", "denoiser-0", "decoder-0"}
         assert {"encoder", "denoiser", "decoder", "handoff", "file"} == set(row["stages"])
     assert rows[1]["turnovers"] <= 2
     assert 0 <= rows[1]["idle"] < rows[1]["p50"]

@@ -21,6 +21,7 @@ Gpus: TypeAlias = Mapping[Role, list[list[int]]]
 """GPUs of each instance of each role."""
 
 _NOTE = re.compile(r"loaded model=| read in |warmed up for|: (on|off) \(")
+_LOADED = re.compile(r"\[(\S+)\] loaded model=.* seconds=([\d.]+)")
 _READY_SECONDS: Final = 1800.0
 
 
@@ -50,6 +51,12 @@ class Running:
     url: str
     notes: tuple[str, ...]
     """What its instances said of their start: time to load and warm up, techniques that are on or off."""
+
+    @property
+    def loads(self) -> dict[str, float]:
+        """Seconds that each instance took to load and warm up, as far as it was heard."""
+        found = (_LOADED.search(note) for note in self.notes)
+        return {match[1]: float(match[2]) for match in found if match is not None}
 
 
 def planned(arrangement: Arrangement, args: ServerArgs, *, replicas: bool) -> GroupPlan:

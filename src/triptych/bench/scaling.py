@@ -22,6 +22,7 @@ from pathlib import Path
 from typing import Any, Final
 
 from triptych.bench import synth
+from triptych.bench.scaling_report import report
 from triptych.errors import ConfigError
 from triptych.launch.device import detect_device
 
@@ -197,8 +198,12 @@ def main(argv: Sequence[str]) -> int:
     parser.add_argument("--profile", choices=("stock", "lossless", "fast"), default="lossless")
     parser.add_argument("--only", default="", metavar="NAMES", help="runs whose names begin so, with commas between")
     parser.add_argument("--budget", type=float, default=float("inf"), help="seconds that all may take")
+    parser.add_argument("--report", action="store_true", help="do nothing but print what is measured as Markdown")
     parser.add_argument("--again", action="store_true", help="do again what has failed")
     args = parser.parse_args(argv)
+    if args.report:
+        print("\n".join(report(args.out)))
+        return 0
     model = str(args.out / "model") if args.size in synth.SIZES else args.size
     try:
         steps = tuple(int(part) for part in args.steps.split(","))
@@ -231,6 +236,7 @@ def _all(wanted: Sequence[Run], ledger: Ledger, args: argparse.Namespace) -> int
         seconds = args.budget - (time.monotonic() - begun)
         if seconds < _LEAST_SECONDS or not carry_out(run, ledger, seconds):
             left += 1
+    print("\n".join(report(args.out)))
     failed = [name for name, entry in ledger.ended.items() if entry["status"] != 0]
     print(f"{len(ledger.ended)} runs ended, {len(failed)} of them with failures; {left} are left to do", flush=True)
     return 1 if failed or left else 0

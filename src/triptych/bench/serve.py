@@ -10,7 +10,7 @@ from __future__ import annotations
 import argparse
 import json
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any, Literal, cast
 
@@ -54,6 +54,8 @@ class Row:
     """How often a denoiser went from one request to one that was queued already."""
     idle: float = 0.0
     """Mean seconds that it stood still then."""
+    loads: Mapping[str, float] = field(default_factory=dict[str, float])
+    """Seconds that each instance took to load its model and to warm up."""
 
     @property
     def sound(self) -> bool:
@@ -151,12 +153,16 @@ def run(
         yield _stock_row(arrangement, plan, stock_repeats)
     if split:
         with running(arrangement, replicas=False) as group:
-            say(group)
-            yield from measure(group.url, "split", arrangement.gpu_count, plan)
+            yield from _measured(group, "split", arrangement, plan)
     if "replicas" in baselines:
         with running(arrangement, replicas=True) as group:
-            say(group)
-            yield from measure(group.url, "replicas", arrangement.gpu_count, plan)
+            yield from _measured(group, "replicas", arrangement, plan)
+
+
+def _measured(group: Running, name: str, arrangement: Arrangement, plan: Plan) -> Iterator[Row]:
+    say(group)
+    for row in measure(group.url, name, arrangement.gpu_count, plan):
+        yield replace(row, loads=group.loads)
 
 
 def say(group: Running) -> None:
