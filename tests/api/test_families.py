@@ -22,6 +22,7 @@ from tests.api.studio import Studio
 from tests.pipeline.checkpoints import BUILDERS
 from tests.pipeline.modular_video_checkpoints import VIDEO_BUILDERS
 from tests.pipeline.parity import Film, classic, picture, png
+from tests.pipeline.qwen_checkpoints import QWEN_BUILDERS
 from tests.pipeline.wan_checkpoints import WAN_BUILDERS
 from triptych.config import ModelConfig
 from triptych.ids import ROLES
@@ -46,7 +47,7 @@ Opened = Callable[..., AbstractContextManager[tuple[httpx.Client, Path]]]
 @pytest.fixture(scope="module")
 def opened(tmp_path_factory: pytest.TempPathFactory) -> Opened:
     """Opens a server for a family; gives a client of it and the model's folder."""
-    builders = BUILDERS | VIDEO_BUILDERS | WAN_BUILDERS
+    builders = BUILDERS | QWEN_BUILDERS | VIDEO_BUILDERS | WAN_BUILDERS
 
     @contextmanager
     def studio(family: str, **settings: Any) -> Iterator[tuple[httpx.Client, Path]]:
@@ -154,3 +155,21 @@ def test_the_sdk_edits_what_a_mask_uncovers(opened: Opened) -> None:
         one, other = (np.asarray(Image.open(io.BytesIO(base64.b64decode(item.b64_json)))) for item in answer.data)
     assert one.shape == (64, 32, 3)
     assert not np.array_equal(one, other)
+
+
+@pytest.mark.vision
+def test_the_sdk_edits_from_several_pictures(opened: Opened) -> None:
+    pictures = [picture({"height": 64, "width": 64}, 1), picture({"height": 40, "width": 90}, 2)]
+    with opened("qwen_edit_plus") as (http, folder), openai.OpenAI(
+        base_url=f"{http.base_url}/v1", api_key="none", max_retries=0, timeout=120
+    ) as sdk:  # fmt: skip
+        more = {"num_inference_steps": 2, "seed": 7, "guidance_scale": 1.0}
+        answer = sdk.images.edit(
+            image=[(f"{number}.png", png(one)) for number, one in enumerate(pictures)], prompt="a red cat",
+            size="48x64", response_format="b64_json", output_format="png", extra_body=more,
+        )  # type: ignore[call-overload]  # fmt: skip
+        edited = np.asarray(Image.open(io.BytesIO(base64.b64decode(answer.data[0].b64_json))))
+        asked = {"prompt": "a red cat", "height": 64, "width": 48, "num_inference_steps": 2, "true_cfg_scale": 1.0}
+        generator = torch.Generator("cpu").manual_seed(7)
+        stock = classic(folder)(**asked, image=pictures, generator=generator, output_type="pil").images[0]
+    assert np.array_equal(edited, np.asarray(stock))

@@ -75,11 +75,11 @@ def flux2_parts(**transformer: Any) -> dict[str, Any]:
     }  # fmt: skip
 
 
-def flux2(folder: Path) -> None:
+def flux2(folder: Path, *, with_processor: bool = False) -> None:
     """Flux 2: three layers of a Mistral as text embeddings, and guidance that the transformer is told.
 
     Published ones have Pixtral's processor for a tokenizer, which is not to be had without torchvision; of that, texts
-    meet the chat template and the tokenizer alone, as here.
+    meet the chat template and the tokenizer alone.
     """
     tokenizer = chat_tokenizer()
     tokenizer.chat_template = (
@@ -101,8 +101,15 @@ def flux2(folder: Path) -> None:
     Flux2Pipeline(
         **flux2_parts(guidance_embeds=True),
         text_encoder=seeded(Mistral3ForConditionalGeneration, config),
-        tokenizer=tokenizer,
+        tokenizer=_pixtral(tokenizer) if with_processor else tokenizer,
     ).save_pretrained(folder)
+
+
+def _pixtral(tokenizer: Any) -> Any:
+    from transformers import PixtralImageProcessor, PixtralProcessor
+
+    tokenizer.add_special_tokens({"additional_special_tokens": ["[IMG]", "[IMG_BREAK]", "[IMG_END]"]})
+    return PixtralProcessor(PixtralImageProcessor(), tokenizer, chat_template=tokenizer.chat_template)
 
 
 def flux2_klein(folder: Path, **settings: Any) -> None:

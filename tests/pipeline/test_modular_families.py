@@ -26,6 +26,7 @@ from triptych.worker.media import encode_clip
 
 from .classic_harness import png
 from .harness import Trio, finish, post
+from .modular_image_checkpoints import flux2
 
 pytestmark = pytest.mark.filterwarnings("ignore:__array_wrap__:DeprecationWarning")
 """Diffusers' Helios scheduler makes NumPy arrays of tensors."""
@@ -36,7 +37,7 @@ VIDEO = {"prompt": "a cat runs", "negative_prompt": "bad", "height": 32, "width"
 REQUESTS: dict[str, dict[str, Any]] = {
     "sd3": IMAGE | {"negative_prompt": "bad", "guidance_scale": 6.0},
     "sd3_without_t5": IMAGE | {"negative_prompt": "bad", "guidance_scale": 6.0},
-    "flux2": IMAGE | {"guidance_scale": 4.0},
+    "flux2": IMAGE | {"guidance_scale": 4.0, "max_sequence_length": 256},  # the prompt stands behind 200 tokens
     "flux2_klein": IMAGE,
     "flux2_klein_base": IMAGE | {"guidance_scale": 4.0},
     "ltx": VIDEO | {"num_frames": 9, "guidance_scale": 4.0, "fps": 16, "max_sequence_length": 32},
@@ -141,6 +142,16 @@ def test_split_is_the_classic_pipeline(both: Callable[[str], Both], family: str)
 )
 def test_other_requests_match_too(both: Callable[[str], Both], family: str, changes: dict[str, Any]) -> None:
     both(family).check(family, REQUESTS[family] | changes | {"seed": 2**40 + 3})
+
+
+@pytest.mark.vision
+def test_flux2_with_the_processor_of_published_models(tmp_path: Path) -> None:
+    from diffusers import DiffusionPipeline
+
+    flux2(tmp_path / "model", with_processor=True)
+    whole: Any = DiffusionPipeline.from_pretrained(str(tmp_path / "model"))
+    whole.set_progress_bar_config(disable=True)
+    Both(Trio(tmp_path / "model", tmp_path / "roles"), whole).check("flux2", REQUESTS["flux2"] | {"seed": 7})
 
 
 def test_a_decoder_that_fits_one_output_is_asked_for_one(both: Callable[[str], Both]) -> None:
