@@ -75,6 +75,9 @@ class Family:
     """Components that the denoise block declares and asks for their config alone, so it gets them without weights."""
     negative_prompt: str | None = None
     """What stands for a negative prompt that is not given, where the blocks would leave guidance out without one."""
+    system_message: str | None = None
+    """What the language model is told before each prompt, where the blocks say other words than the model was made
+    for."""
     exact_timestep: bool = False
     """The loop rounds the timestep, to the weights' dtype (999 becomes 1000 in bfloat16) or to an integer, which the
     classic pipeline does not; the transformer is given the scheduler's own value."""
@@ -218,6 +221,11 @@ FAMILIES: dict[str, Family] = {
     ),
     "StableDiffusion3ModularPipeline": Family(
         preset=Preset(height=1024, width=1024, num_inference_steps=28, guidance_scale=7.0), negative_prompt=""
+    ),
+    # As published and in the classic pipeline, with its line break; the blocks have a space there.
+    "Flux2ModularPipeline": Family(
+        system_message="You are an AI that reasons about image descriptions. You give structured responses focusing on "
+        "object relationships, object\nattribution and actions without speculation."
     ),
     "Flux2KleinModularPipeline": Family(preset=Preset(num_inference_steps=4)),
     "Flux2KleinBaseModularPipeline": Family(preset=Preset(guidance_scale=4.0)),

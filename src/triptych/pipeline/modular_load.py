@@ -21,7 +21,7 @@ from triptych.pipeline.loading import Loading, WarmUp
 from triptych.pipeline.lora import attach, identities, with_adapters
 from triptych.pipeline.modular import LoadedRole, ModularRolePipeline
 from triptych.pipeline.outfit import modules_of, outfit
-from triptych.pipeline.passing import pass_on
+from triptych.pipeline.passing import instruct, pass_on
 from triptych.pipeline.preview import fit, with_previews
 from triptych.pipeline.readahead import read_ahead
 from triptych.pipeline.rehearsal import ghosts, rehearse

@@ -1,4 +1,4 @@
-"""Blocks that would resize a picture which has the requested size already: their output is the picture itself."""
+"""What is changed in a pipeline's blocks before they are cut, where they do otherwise than the classic pipeline."""
 
 from __future__ import annotations
 
@@ -9,12 +9,28 @@ from triptych.pipeline.cut import walk
 
 
 def pass_on(blocks: Any, as_given: Mapping[str, tuple[str, str]]) -> Any:
-    """``blocks``, changed: every nested block that ``as_given`` names, to its input and output, passes that on."""
+    """``blocks``, changed: every nested block that ``as_given`` names, to its input and output, passes that on.
+
+    Such blocks would resize a picture that has the requested size already.
+    """
     if as_given:
         for block in list(walk(blocks)):
             for name in block.sub_blocks.keys() & as_given.keys():
                 block.sub_blocks[name] = _passing(*as_given[name])
     return blocks
+
+
+def instruct(blocks: Any, message: str | None) -> Any:
+    """``blocks``, changed: text blocks that begin with a message to the language model begin with this one, if any."""
+    if message is not None:
+        for block in walk(blocks):
+            if hasattr(block, _MESSAGE):
+                setattr(block, _MESSAGE, message)
+    return blocks
+
+
+_MESSAGE = "DEFAULT_SYSTEM_MESSAGE"
+"""Where Diffusers' text blocks have it."""
 
 
 def _passing(given: str, passed: str) -> Any:
