@@ -57,7 +57,7 @@ class _Plan:
         self._whole = whole = _whole_pipeline(folder, index)
         self._kind = type(whole).__name__
         self._family = family_of(self._kind)
-        blocks = pass_on(whole.blocks, self._family.pictures.as_given)
+        blocks = instruct(pass_on(whole.blocks, self._family.pictures.as_given), self._family.system_message)
         self._parts = cut(self._kind, blocks, picture=begins_with_picture(index))
         self._owners = self._needed(own)
         self._shows = model.previews and loading.serves(Role.DENOISER)
