@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from triptych.bench.parallel import layout, main
+from triptych.bench.parallel import layout, main, where
 from triptych.errors import ConfigError
 from triptych.parallelism import Parallelism
 
@@ -41,6 +41,19 @@ def test_a_layout_that_is_not_done_by_its_deadline_is_a_row_that_says_so(capsys:
     printed = capsys.readouterr().out
     assert "1 alone: failed: not done within 0 s" in printed
     assert "2 cfg: failed: not done within 0 s" in printed
+
+
+def test_a_row_of_a_hung_layout_says_where_its_main_thread_stands() -> None:
+    said = (
+        "some warning\nThread 0x1 [rank-1] (most recent call first):\n"
+        '  File "/x/triptych/worker/ranks/leader.py", line 150 in _hear\n\n'
+        "Thread 0x2 (most recent call first):\n"
+        '  File "/x/torch/distributed/distributed_c10d.py", line 2 in broadcast\n'
+        '  File "/x/triptych/accel/parallel/team.py", line 81 in broadcast\n'
+        '  File "/x/triptych/bench/parallel_part.py", line 9 in main\n'
+    )
+    assert where(said) == ", stands in triptych/accel/parallel/team.py:81 (broadcast)"
+    assert where("killed before it could say anything") == ""
 
 
 @pytest.mark.parametrize(

@@ -199,6 +199,22 @@ def test_two_requests_take_turns_step_by_step_and_a_third_waits(bench: Callable[
     assert done == ["b", "c", "a"]
 
 
+def test_time_between_a_stage_and_one_that_waited_for_it_is_counted(bench: Callable[..., Bench]) -> None:
+    gate = Gate("a")
+    pipeline = ScriptedPipeline(gate)
+    at = bench(pipeline)
+    at.begin("a", steps=1)
+    assert gate.reached.wait(WAIT)
+    at.begin("b", steps=1)
+    gate.open.set()
+    for _ in range(2):
+        at.staged.get(timeout=WAIT)
+    at.begin("c", steps=1)  # nobody could have begun it any sooner
+    at.staged.get(timeout=WAIT)
+    assert pipeline.tally.turnovers == 1
+    assert 0 < pipeline.tally.turnover_seconds < WAIT
+
+
 def test_cancelling_stops_before_the_next_step_and_lets_go_of_the_memory(bench: Callable[..., Bench]) -> None:
     gate = Gate("a")
     pipeline = ScriptedPipeline(gate)

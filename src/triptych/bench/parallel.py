@@ -161,7 +161,7 @@ def _lines(part: Part, deadline: float) -> Iterator[Line]:
         complaints.seek(0)
         said = complaints.read().decode(errors="replace")
         if late.is_set():
-            yield Failed(reason=f"not done within {deadline:.0f} s{_where(said)}")
+            yield Failed(reason=f"not done within {deadline:.0f} s{where(said)}")
         elif child.returncode and not failed:
             yield Failed(reason=f"exit status {child.returncode}: {said.strip().rpartition(chr(10))[2]}")
         if late.is_set() or child.returncode:
@@ -175,7 +175,7 @@ def _end(child: subprocess.Popen[bytes]) -> None:
     child.wait()
 
 
-def _where(said: str) -> str:
+def where(said: str) -> str:
     """The innermost line of this package at which the main thread, which is written last, stands."""
     _, found, stacks = said.rpartition("most recent call first")
     place = re.search(r'File ".*?(triptych/[^"]+)", line (\d+) in (\w+)', stacks)

@@ -153,7 +153,6 @@ class ComputeThread(WorkerThread[ComputeJob]):
 
     def _begin(self, pipeline: RolePipeline, job: ComputeJob) -> None:
         lease = job.ticket.lease
-        self._count_turnover(job.ticket)
         self._post(ComputeStarted(lease=lease))
         begun = time.perf_counter()
         try:
@@ -174,6 +173,7 @@ class ComputeThread(WorkerThread[ComputeJob]):
         )
         if isinstance(run, Streaming):
             run.stream_to(lambda clips: self._stream(running, clips))
+        self._count_turnover(job.ticket)
         self._running.appendleft(running)
 
     def _count_turnover(self, ticket: Ticket) -> None:
