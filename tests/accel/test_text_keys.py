@@ -89,13 +89,28 @@ def test_a_text_that_was_written_to_is_another_text() -> None:
 
 
 def test_compiled_blocks_take_them_without_a_break() -> None:
+    graphs = 0
+
+    def backend(graph: torch.fx.GraphModule, _inputs: list[Tensor]) -> Callable[..., Any]:
+        nonlocal graphs
+        graphs += 1
+        return graph.forward
+
     stock, model = build(picture=False), build(picture=False)
-    model.compile_repeated_blocks(fullgraph=True, dynamic=False, backend="eager")
+    model.compile_repeated_blocks(fullgraph=True, dynamic=False, backend=backend)
     TextKeys().install(model)
-    TokenSharing(model)  # whose hooks look the blocks' arguments up by name
     embeds = text(1)
     for step in range(2):
         torch.testing.assert_close(forward(model, embeds, step), forward(stock, embeds, step))
+    assert graphs == 1  # for all blocks
+
+
+def test_blocks_may_share_their_tokens_with_other_ranks() -> None:
+    stock, model = build(picture=False), build(picture=False)
+    TextKeys().install(model)
+    TokenSharing(model)  # whose hooks look the blocks' arguments up by name
+    embeds = text(1)
+    assert torch.equal(forward(model, embeds, 0), forward(stock, embeds, 0))
 
 
 def test_a_served_request_computes_each_of_its_texts_once_and_resumes_to_the_same_bytes() -> None:

@@ -84,7 +84,8 @@ class TextKeys:
             attend = KeptTextAttention()
             attend._attention_backend = block.attn2.processor._attention_backend
             block.attn2.processor = attend
-            block.__class__ = _with_text(type(block), lambda b, text, index=index: self._of(b.attn2, index, text))
+            block.text_of = functools.partial(self._of, block.attn2, index)
+            block.__class__ = _with_text(type(block))
         return len(transformer.blocks)
 
     def _find(self, texts: tuple[Tensor, ...]) -> _Kept:
@@ -177,12 +178,16 @@ class KeptTextAttention:
         return out.flatten(2, 3).type_as(query)
 
 
-def _with_text(kind: type[Any], kept: Callable[[Any, Tensor], Tensor]) -> type[Any]:
-    """A class of blocks as it is, but for being called with `keys_values` in place of the text."""
+@functools.cache
+def _with_text(kind: type[Any]) -> type[Any]:
+    """A class of blocks as it is, but for being called with `keys_values` in place of the text.
+
+    One for all blocks: a compiler that met another class in each would compile each of them.
+    """
 
     class Block(kind):
         def __call__(self, hidden_states: Tensor, encoder_hidden_states: Tensor, *args: Any, **kwargs: Any) -> Any:
-            return super().__call__(hidden_states, kept(self, encoder_hidden_states), *args, **kwargs)
+            return super().__call__(hidden_states, self.text_of(encoder_hidden_states), *args, **kwargs)
 
     Block.__name__ = kind.__name__
     Block.__qualname__ = kind.__qualname__
