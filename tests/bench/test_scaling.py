@@ -60,6 +60,12 @@ def test_what_is_done_is_not_done_again(tmp_path: Path, capsys: pytest.CaptureFi
     words = ["tiny", "--out", str(tmp_path), "--num-gpus", "1", "--device", "cpu", "--only", "serve-4-one"]
     assert main(words) == 0
     assert "serve-4-one: done before" in capsys.readouterr().out
+    gone = {"name": "checkpoint", "status": 0}
+    (tmp_path / "runs.jsonl").write_text(json.dumps(gone) + "\n")
+    sized = ["wan2.1-t2v-1.3b", *words[1:-1], "checkpoint", "--budget", "1"]
+    assert main(sized) == 1  # the checkpoint was written on a machine that is gone
+    assert "1 are left to do" in capsys.readouterr().out
+    (tmp_path / "runs.jsonl").write_text(json.dumps(entry) + "\n")
     assert main([*words[:-1], "serve", "--budget", "1"]) == 1
     assert "3 are left to do" in capsys.readouterr().out
 

@@ -50,6 +50,8 @@ class Run:
     """What comes after ``triptych``."""
     deadline: float
     """Seconds."""
+    leaves: str = ""
+    """File that later runs need; where it is gone, as on another machine, the run is done again."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -73,7 +75,12 @@ def runs(plan: Plan) -> Iterator[Run]:
     """Everything, what tells most first."""
     device = ("--device", plan.device)
     if plan.size in synth.SIZES:
-        yield Run(name="checkpoint", words=("synth", plan.size, "--out", plan.model, *device), deadline=300.0)
+        yield Run(
+            name="checkpoint",
+            words=("synth", plan.size, "--out", plan.model, *device),
+            deadline=300.0,
+            leaves=f"{plan.model}/model_index.json",
+        )
     counts = [count for count in COUNTS if 1 < count <= plan.gpus]
     for count in counts:
         yield _sharing(plan, f"step-{count}", plan.profile, (count,), _LAYOUTS[count])
@@ -190,6 +197,9 @@ def main(argv: Sequence[str]) -> int:
     )  # fmt: skip
     parser.add_argument("size", help=f"a model, or a size: {', '.join(sorted(synth.SIZES))}")
     parser.add_argument("--out", type=Path, required=True, metavar="FOLDER", help="where rows and the list are kept")
+    parser.add_argument(
+        "--checkpoints", type=Path, metavar="FOLDER", help="where random weights are written (default: within --out)"
+    )
     parser.add_argument("--num-gpus", type=int, default=2, help="GPUs of the machine (default: %(default)s)")
     parser.add_argument("--device", choices=("cuda", "cpu"), help="default: cuda where torch sees a GPU")
     parser.add_argument("--shape", default="832x480x81", help="width x height x frames (default: %(default)s)")
@@ -204,7 +214,8 @@ def main(argv: Sequence[str]) -> int:
     if args.report:
         print("\n".join(report(args.out)))
         return 0
-    model = str(args.out / "model") if args.size in synth.SIZES else args.size
+    folder = args.checkpoints or args.out / "checkpoints"
+    model = str(folder / args.size) if args.size in synth.SIZES else args.size
     try:
         steps = tuple(int(part) for part in args.steps.split(","))
     except ValueError:
@@ -230,7 +241,11 @@ def _all(wanted: Sequence[Run], ledger: Ledger, args: argparse.Namespace) -> int
         if chosen and not run.name.startswith(chosen):
             continue
         known = ledger.ended.get(run.name)
-        if known is not None and (known["status"] == 0 or not args.again):
+        if (
+            known is not None
+            and (not run.leaves or Path(run.leaves).exists())
+            and (known["status"] == 0 or not args.again)
+        ):
             print(f"== {run.name}: done before, exit status {known['status']}", flush=True)
             continue
         seconds = args.budget - (time.monotonic() - begun)
