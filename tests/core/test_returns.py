@@ -206,3 +206,19 @@ def test_a_held_request_can_be_cancelled_and_times_out() -> None:
     bench.feed(restore(encoded, holder="denoiser-7", waited=599.0))
     bench.wait(2.0)
     assert bench.updates[R][-1].state is JobState.TIMED_OUT
+
+
+def test_a_copy_that_the_hello_lists_and_the_outcome_of_a_resumed_lease_names_again_is_booked_once() -> None:
+    """The journal knows the later of two stages; the earlier one is still running, and so is the later to the instance
+    that has not heard of its acknowledgement."""
+    bench = Bench()
+    denoised = done(D, V)
+    bench.feed(restore(denoised, holder="encoder"))
+    bench.join("encoder", leases=(lease(E),))
+    bench.started("encoder", lease(E))
+    bench.staged("encoder", lease(E))
+    bench.join("denoiser", leases=(lease(D),), copies=copies(denoised))
+    (copy,) = [output.manifest.copy for output in denoised.outputs]
+    bench.staged("denoiser", lease(D), (copy, V))  # the books are checked after each event
+    bench.join("decoder")
+    assert [manifest.copy for manifest in bench.run("decoder").inputs] == [copy]

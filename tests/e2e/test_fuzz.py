@@ -10,7 +10,9 @@ import random
 import subprocess
 import sys
 from collections.abc import Iterator
+from itertools import pairwise
 from pathlib import Path
+from statistics import median
 from typing import Any
 
 import psutil
@@ -20,7 +22,7 @@ import zmq
 from tests.e2e.fuzz import Fuzz, broken_zmtp, messages
 from tests.e2e.harness import Api, Process, environment, until
 from triptych.launch.ports import free_ports
-from triptych.wire.messages import FromInstance, ToInstance
+from triptych.wire.messages import PROTOCOL_VERSION, FromInstance, ToInstance
 
 FRAMES = int(os.environ.get("TRIPTYCH_FUZZ_FRAMES", "20000"))
 BURSTS = 10
@@ -28,6 +30,8 @@ GROWTH = 32 << 20
 """Bytes by which a process may grow from the third burst to the last. Its own books stay the same; this is room for
 what the queues hold at one moment, and for what the allocator keeps of them."""
 
+LEAK = 1 << 20
+"""Bytes that a process may hold more after a burst than after the one before, as a rule."""
 
 API_KEY = "an-operator-sees-epochs"
 
@@ -130,8 +134,8 @@ def test_malformed_frames_cost_a_counted_drop_and_nothing_else(target: Target, c
     attackers["frontend"] = Attacker(context, zmq.DEALER, target.frontend, 32)
     attackers["work"] = Attacker(context, zmq.PUSH, target.work, 4)
     streams = {name: Fuzz(ToInstance if name == "work" else FromInstance, seed=n) for n, name in enumerate(attackers)}
-    before: dict[str, int] = {}
-    for burst in range(BURSTS):
+    held: list[dict[str, int]] = []
+    for _ in range(BURSTS):
         for name, attacker in attackers.items():
             for _ in range(FRAMES // BURSTS // len(attackers)):
                 attacker.send(streams[name]())
@@ -140,8 +144,7 @@ def test_malformed_frames_cost_a_counted_drop_and_nothing_else(target: Target, c
                 broken_zmtp(port, rng)
         target.honest()
         target.check_alive()
-        if burst == 2:
-            before = target.resident()
+        held.append(target.resident())
     for attacker in attackers.values():
         attacker.close()
 
@@ -154,8 +157,12 @@ def test_malformed_frames_cost_a_counted_drop_and_nothing_else(target: Target, c
         )
     until(lambda: "message(s) at work" in target.log.read_text(), "the instance to tell of dropped frames")
     target.honest()
-    growth = {name: after - before[name] for name, after in target.resident().items()}
-    assert max(growth.values()) < GROWTH, growth
+    # What the queues hold at their fullest is kept by the allocator, and when that comes depends on who else computes.
+    # What leaks grows from burst to burst.
+    for name in held[0]:
+        sizes = [one[name] for one in held[2:]]
+        assert median(after - before for before, after in pairwise(sizes)) < LEAK, (name, sizes)
+        assert sizes[-1] - sizes[0] < 4 * GROWTH, (name, sizes)
 
 
 def test_a_frame_larger_than_allowed_ends_its_connection_only(target: Target, context: zmq.Context[Any]) -> None:
@@ -204,7 +211,7 @@ def test_well_typed_nonsense_in_the_name_of_live_peers_stops_no_process(
         "instance": instance["instance"],
         "epoch": instance["epoch"],
         "server_epoch": info["server_epoch"],
-        "protocol": 1,
+        "protocol": PROTOCOL_VERSION,
     }
     rng = random.Random(11)
     if direction == "to the instance":

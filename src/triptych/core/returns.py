@@ -88,7 +88,8 @@ class Returns:
             assert awaited is not None
             for copy in [copy for copy in awaited.copies.values() if copy.instance == member.id]:
                 del awaited.copies[copy.manifest.copy]
-                if copy.manifest.copy in brought and copy.manifest.epoch == member.epoch:
+                reported_anew = copy.lease in member.grants  # by the outcome of a resumed lease
+                if copy.manifest.copy in brought and copy.manifest.epoch == member.epoch and not reported_anew:
                     copy.staged = ledger.now
                     ledger.keep(copy)
             if awaited.holder == member.id:
