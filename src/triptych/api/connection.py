@@ -45,6 +45,8 @@ class Connection(HttpToolsProtocol):
         self._read_timer: asyncio.TimerHandle | None = None
         self._in_head = True
         """Whether the next byte belongs to a head."""
+        self._heads = 0
+        """Heads that were whole."""
         self._head_bytes = 0
         """What earlier reads brought of it."""
 
@@ -63,9 +65,9 @@ class Connection(HttpToolsProtocol):
 
     def data_received(self, data: bytes) -> None:
         """Parse what came, and refuse a head without end."""
-        in_head = self._in_head
+        heads = self._heads
         super().data_received(data)
-        if in_head and self._in_head:
+        if self._in_head and self._heads == heads:
             self._head_bytes += len(data)
             if self._head_bytes > HEAD_BYTES:
                 self._refuse(b"431 Request Header Fields Too Large")
@@ -73,6 +75,7 @@ class Connection(HttpToolsProtocol):
     def on_headers_complete(self) -> None:
         """A head is whole."""
         self._in_head = False
+        self._heads += 1
         self._head_bytes = 0
         self._head_timer = _cancelled(self._head_timer)
         super().on_headers_complete()
