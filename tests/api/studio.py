@@ -5,6 +5,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +14,7 @@ import torch
 from tests.api.conftest import House
 from tests.pipeline.harness import Inbox, finish, post
 from triptych.bench.noop import NoopInstance
+from triptych.core.instance_events import Ended
 from triptych.ids import ROLES, RequestId, Role
 from triptych.launch.ports import free_ports
 from triptych.wire.messages import Finished, Lease, Outcome
@@ -22,26 +24,29 @@ from triptych.worker.media import encode_clip
 
 
 class Artist(NoopInstance):
-    """An instance of all roles that computes; what roles hand on stays in its memory."""
+    """An instance of all roles that computes, in a thread of its own; what roles hand on stays in its memory."""
 
     def __init__(self, *, pipeline: Any, **options: Any) -> None:
         super().__init__(schema=pipeline.schema, **options)
         self._pipeline = pipeline
         self._inboxes: dict[RequestId, Inbox] = defaultdict(lambda: {role: [] for role in ROLES})
+        # Gradients are a thread's own matter.
+        self._hand = ThreadPoolExecutor(1, initializer=torch.set_grad_enabled, initargs=(False,))
 
     def run(self) -> None:
-        """Serve without gradients, which are a thread's own matter."""
-        with torch.no_grad():
+        """Serve until asked to stop."""
+        with self._hand:
             super().run()
 
-    def work(self, lease: Lease, params: dict[str, Any], blobs: tuple[bytes, ...]) -> Outcome:
-        """One stage from start to end."""
+    def work(self, lease: Lease, params: dict[str, Any], blobs: tuple[bytes, ...]) -> None:
+        """Begin one stage."""
+        self._hand.submit(lambda: self.post(Ended(outcome=self._computed(lease, params, blobs))))
+
+    def _computed(self, lease: Lease, params: dict[str, Any], blobs: tuple[bytes, ...]) -> Outcome:
         inbox = self._inboxes[lease.request]
         try:
-            run = self._pipeline.start(
-                lease.role, params, inbox[lease.role], blobs if lease.role is Role.ENCODER else ()
-            )
-            result = finish(run)
+            pictures = blobs if lease.role is Role.ENCODER else ()
+            result = finish(self._pipeline.start(lease.role, params, inbox[lease.role], pictures))
             if lease.role is not Role.DECODER:
                 post(result, inbox)
                 return self.outcome(lease)
