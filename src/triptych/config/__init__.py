@@ -1,0 +1,46 @@
+"""Settings of each component: frozen, keyword-only, validated when built, each field documented under it.
+
+Construction never probes hardware. What is derived is a property. A module takes the few values that it needs.
+"""
+
+from __future__ import annotations
+
+from triptych.config.checks import LOOPBACK, METRICS_OFFSET, MIB, parse_tcp_url
+from triptych.config.instance import InstanceConfig, TransferConfig, TransferKind
+from triptych.config.model import (
+    DeviceType,
+    DTypeName,
+    Lora,
+    ModelConfig,
+    Offload,
+    Profile,
+    Quantisation,
+    Shape,
+    Task,
+    parse_shape,
+)
+from triptych.config.server import KEY_PREFIX, DispatchPolicy, RouterConfig, ServerConfig
+
+__all__ = [
+    "KEY_PREFIX",
+    "LOOPBACK",
+    "METRICS_OFFSET",
+    "MIB",
+    "DTypeName",
+    "DeviceType",
+    "DispatchPolicy",
+    "InstanceConfig",
+    "Lora",
+    "ModelConfig",
+    "Offload",
+    "Profile",
+    "Quantisation",
+    "RouterConfig",
+    "ServerConfig",
+    "Shape",
+    "Task",
+    "TransferConfig",
+    "TransferKind",
+    "parse_shape",
+    "parse_tcp_url",
+]
