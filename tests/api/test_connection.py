@@ -141,3 +141,8 @@ def test_a_request_that_comes_in_one_read_has_no_endless_head(archive: Any) -> N
         with dial(archive) as wire:
             wire.sendall(head.encode() + body)
             assert wire.recv(65536).startswith(b"HTTP/1.1 400 ")
+        with dial(archive) as wire:
+            wire.sendall(head.encode())
+            time.sleep(0.01)
+            wire.sendall(body)
+            assert wire.recv(65536).startswith(b"HTTP/1.1 400 ")

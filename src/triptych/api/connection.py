@@ -65,9 +65,9 @@ class Connection(HttpToolsProtocol):
 
     def data_received(self, data: bytes) -> None:
         """Parse what came, and refuse a head without end."""
-        heads = self._heads
+        in_head, heads = self._in_head, self._heads
         super().data_received(data)
-        if self._in_head and self._heads == heads:
+        if in_head and self._in_head and self._heads == heads:
             self._head_bytes += len(data)
             if self._head_bytes > HEAD_BYTES:
                 self._refuse(b"431 Request Header Fields Too Large")
