@@ -218,6 +218,9 @@ class Api:
 class Deployment:
     """A server and role instances, each started by its own command, in any order."""
 
+    forked = True
+    """Whether instances come from the nursery."""
+
     def __init__(
         self,
         folder: Path,
@@ -261,7 +264,7 @@ class Deployment:
              "--disagg-transfer", self.plane, "--disagg-transfer-pool-size", "64MiB", *words],
             self.folder,
             cwd,
-            forked=True,
+            forked=self.forked,
         )  # fmt: skip
         return self.instances[name]
 

@@ -19,6 +19,8 @@ REQUEST = {"size": "64x64", "num_frames": 9, "num_inference_steps": 12, "seed": 
 class Far(Deployment):
     """A deployment that is spread over the link."""
 
+    forked = False  # the nursery stands at neither end
+
     def spread(self, link: Link) -> None:
         self.start_server("--host", HERE, "--insecure")
         server = ("--disagg-server-addr", f"tcp://{HERE}:{self.frontend}", "--insecure", "--disagg-p2p-hostname")
