@@ -35,6 +35,7 @@ from triptych.wire.messages import (
     MediaFile,
     Output,
     Progress,
+    Pull,
     RunStage,
     Staged,
     StageFailed,
@@ -166,7 +167,9 @@ class Bench:
     def progress(self, name: str, lease: Lease, step: int, steps: int = 10, preview: bytes = b"") -> list[RouterAction]:
         return self.receive(Progress(**self._signed(name), lease=lease, step=step, steps=steps, preview=preview))
 
-    def staged(self, name: str, lease: Lease, *copies: tuple[str, Role], nbytes: int = 64) -> list[RouterAction]:
+    def staged(
+        self, name: str, lease: Lease, *copies: tuple[str, Role], nbytes: int = 64, pull: Pull | None = None
+    ) -> list[RouterAction]:
         """``copies``: pairs of copy id and consumer; one for the next role if none are given."""
         after = lease.role.next or Role.DECODER
         made = copies or ((f"{lease.request}/{lease.role}.{lease.attempt}", after),)
@@ -175,8 +178,11 @@ class Bench:
             Output(consumer=role, manifest=manifest(copy, lease.request, name, nbytes=nbytes, life=life))
             for copy, role in made
         )
-        message = Staged(**self._signed(name), lease=lease, outputs=outputs, compute_seconds=1.0, stage_seconds=0.125)
-        return self.receive(message)
+        return self.receive(
+            Staged(
+                **self._signed(name), lease=lease, outputs=outputs, compute_seconds=1.0, stage_seconds=0.125, pull=pull
+            )
+        )
 
     def finished(self, name: str, lease: Lease) -> list[RouterAction]:
         message = Finished(**self._signed(name), lease=lease, files=(FILE,), compute_seconds=1.0, encode_seconds=0.5)

@@ -42,6 +42,7 @@ from triptych.wire.messages import (
     Lease,
     Output,
     Progress,
+    Pull,
     Refused,
     Release,
     RunStage,
@@ -288,7 +289,8 @@ def test_a_stage_pulls_computes_and_reports_each_step_of_it() -> None:
     bench.feed(ComputeStarted(lease=FIRST))
     assert bench.reported(Started)
     bench.feed(Ended(outcome=bench.staged()))
-    assert bench.reported(Staged)
+    (staged,) = bench.reported(Staged)
+    assert staged.pull == Pull(seconds=0.25, nbytes=64, plane="shm")
     assert {report.role for report in bench.all(Report)} == {D}
 
 

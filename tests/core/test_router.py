@@ -6,7 +6,7 @@ import pytest
 from triptych.core.events import CancelRequest, InstanceExited, JobState, StoreFailed, StoreFiles, Update
 from triptych.core.states import TERMINAL
 from triptych.ids import ROLES, InstanceId, RequestId, Role
-from triptych.wire.messages import Ack, Cancel, ErrorInfo, Lease, Release, RunStage, Welcome
+from triptych.wire.messages import Ack, Cancel, ErrorInfo, Lease, Pull, Release, RunStage, Welcome
 from triptych.wire.schema import HandoffSize
 
 from .harness import FILE, SCHEMA, URLS, Bench
@@ -76,6 +76,20 @@ def test_a_copy_is_kept_until_its_reader_is_done() -> None:
     bench.staged("denoiser", lease(request, D))
     (release,) = bench.sent("encoder", Release)
     assert release.copies == ("r/encoder.1",)
+
+
+@pytest.mark.parametrize("told", [True, False], ids=["before", "with its end"])
+def test_what_fetching_took_is_known_whether_it_was_told_before_or_with_the_end(told: bool) -> None:
+    bench = Bench()
+    bench.pool()
+    request = bench.submit("r")
+    bench.encode(request)
+    if told:
+        bench.fetched("denoiser", lease(request, D))
+        bench.started("denoiser", lease(request, D))
+    bench.staged("denoiser", lease(request, D), pull=Pull(seconds=0.25, nbytes=64, plane="shm"))
+    timing = bench.view(request).timings[-1]
+    assert (timing.role, timing.pulling, timing.pulled_bytes, timing.plane) == (D, 0.25, 64, "shm")
 
 
 def test_the_decoder_may_read_what_the_encoder_made() -> None:

@@ -35,16 +35,20 @@ from triptych.wire.messages import (
     Cancel,
     DrainStatus,
     ErrorInfo,
+    Finished,
     FromInstance,
     Hello,
     Keep,
     Lease,
     Outcome,
+    Pull,
     Refused,
     Release,
     RunStage,
+    Staged,
     Unknown,
     Welcome,
+    replace,
 )
 
 _REMEMBERED = 1024
@@ -158,6 +162,7 @@ class Leases:
         work = self.works.get(event.lease)
         if work is None or work.phase is not Phase.PULLING:
             return  # aborted meanwhile: the worker answers the abort
+        work.pull = Pull(seconds=event.seconds, nbytes=event.nbytes, plane=event.plane)
         self.report(event.lease.role, self._voice.fetched(event))
         self._compute(work)
 
@@ -210,6 +215,8 @@ class Leases:
                 self.out.append(ReleaseCopies(copies=unknown))
             return
         self.report_progress(work)
+        if work.pull is not None and isinstance(outcome, Staged | Finished):
+            outcome = replace(outcome, pull=work.pull)
         work.outcome = outcome
         work.phase = Phase.ENDED
         self.shelf.add(outcome)

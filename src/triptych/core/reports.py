@@ -20,6 +20,7 @@ from triptych.wire.messages import (
     Fetched,
     Finished,
     Progress,
+    Pull,
     Staged,
     StageFailed,
     Started,
@@ -57,9 +58,7 @@ class Reports:
             return  # repeated: it is acknowledged when the files are stored
         match message:
             case Fetched():
-                grant.fetched = True
-                grant.pull_seconds, grant.pulled_bytes, grant.plane = message.seconds, message.nbytes, message.plane
-                self._read(grant.job, grant.lease.role)
+                self._fetch(grant.job, grant, message)
             case Started():
                 self._start(grant.job, grant)
             case Progress():
@@ -118,6 +117,13 @@ class Reports:
 
     # -- on the way ---------------------------------------------------------------------------------------------
 
+    def _fetch(self, job: Job, grant: Grant, pull: Fetched | Pull) -> None:
+        """The first word of the inputs being there counts."""
+        if not grant.plane:
+            grant.fetched = True
+            grant.pull_seconds, grant.pulled_bytes, grant.plane = pull.seconds, pull.nbytes, pull.plane
+            self._read(job, grant.lease.role)
+
     def _start(self, job: Job, grant: Grant) -> None:
         """The first word of computing ends the waiting, whichever word arrives first."""
         if grant.started is not None:
@@ -144,6 +150,8 @@ class Reports:
         if role is Role.DECODER:
             self._nonsense(job, grant, member, "a decoder must finish files, not stage outputs")
             return
+        if message.pull is not None:
+            self._fetch(job, grant, message.pull)
         self._start(job, grant)
         self._time(job, grant, message.compute_seconds, message.stage_seconds)
         self._note(job, grant, message)
@@ -188,6 +196,8 @@ class Reports:
             member = ledger.members[grant.instance]
             self._nonsense(job, grant, member, f"a {grant.lease.role} must stage outputs, not finish files")
             return
+        if message.pull is not None:
+            self._fetch(job, grant, message.pull)
         self._start(job, grant)
         self._time(job, grant, message.compute_seconds, message.encode_seconds)
         grant.storing = job.storing = True

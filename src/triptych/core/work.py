@@ -6,7 +6,7 @@ import enum
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
-from triptych.wire.messages import Lease, Outcome
+from triptych.wire.messages import Lease, Outcome, Pull
 
 RESEND_INTERVAL = 2.0
 """Seconds after which an outcome that was not acknowledged is sent again."""
@@ -44,6 +44,8 @@ class Work:
     preview: bytes = b""
     """Picture that was not reported yet; a newer one takes its place."""
     progress_at: float = -NEVER
+    pull: Pull | None = None
+    """How its inputs were fetched."""
     outcome: Outcome | None = None
     due: float = NEVER
     """When held back progress or an outcome without acknowledgement has to be sent."""

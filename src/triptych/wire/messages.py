@@ -152,6 +152,14 @@ class Fetched(_FromInstance, frozen=True, tag="fetched"):
     plane: str
 
 
+class Pull(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """How a stage's inputs were fetched, in the words of `Fetched`."""
+
+    seconds: float
+    nbytes: int
+    plane: str
+
+
 class Started(_FromInstance, frozen=True, tag="started"):
     """The compute thread took up the stage: waiting time ends, running time begins."""
 
@@ -192,6 +200,8 @@ class Staged(_FromInstance, frozen=True, tag="staged"):
     outputs: tuple[Output, ...]
     compute_seconds: float
     stage_seconds: float
+    pull: Pull | None = None
+    """Said once more, because an outcome takes the place of earlier reports that have not left yet."""
 
 
 class MediaFile(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -217,6 +227,8 @@ class Finished(_FromInstance, frozen=True, tag="finished"):
     files: tuple[MediaFile, ...]
     compute_seconds: float
     encode_seconds: float
+    pull: Pull | None = None
+    """As of `Staged`."""
 
 
 class StageFailed(_FromInstance, frozen=True, tag="stage_failed"):

@@ -15,7 +15,7 @@ from triptych.ids import ROLES, Epoch, InstanceId, RequestId, Role
 from triptych.transport.control.instance import InstanceControl
 from triptych.transport.control.server import Inbound, ServerControl
 from triptych.wire.codec import encode_batch
-from triptych.wire.messages import Ack, Goodbye, Lease, Staged, Started, Unknown, replace
+from triptych.wire.messages import Ack, Fetched, Goodbye, Lease, Staged, Started, Unknown, replace
 
 HOST = "127.0.0.1"
 WAIT = 10.0
@@ -75,7 +75,11 @@ def test_a_stage_that_ends_before_its_start_was_told_is_told_once(join: Join, se
         instance=STARTED.instance, epoch=STARTED.epoch, server_epoch=None, lease=STARTED.lease, outputs=(),
         compute_seconds=0.0, stage_seconds=0.0,
     )  # fmt: skip
-    for message in (other, STARTED, staged):
+    fetched = Fetched(
+        instance=STARTED.instance, epoch=STARTED.epoch, server_epoch=None, lease=STARTED.lease, seconds=0.0, nbytes=0,
+        plane="local",
+    )  # fmt: skip
+    for message in (other, fetched, STARTED, staged):
         instance.report(Role.ENCODER, message)
     instance.flush()
     assert [inbound.message for inbound in receive(control, 2)] == [other, staged]
