@@ -45,15 +45,16 @@ def environment() -> dict[str, str]:
     return {**os.environ, "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", ENVIRONMENT: str(os.getpid())}
 
 
-def until(condition: Callable[[], Any], what: str, seconds: float = PATIENCE) -> Any:
-    """Wait until ``condition`` gives something true, and return that."""
+def until(condition: Callable[[], Any], what: str, seconds: float = PATIENCE, every: float = 0.02) -> Any:
+    """Wait until ``condition`` gives something true, and return that. It is looked at ``every`` so many seconds: a look
+    through the API costs the server milliseconds that a computing role on the same cores then lacks."""
     deadline = time.monotonic() + seconds
     while True:
         value = condition()
         if value:
             return value
         assert time.monotonic() < deadline, f"not within {seconds:g} s: {what}"
-        time.sleep(0.02)
+        time.sleep(every)
 
 
 def running(pid: int) -> bool:
@@ -196,7 +197,7 @@ class Api:
             video = self.job(job)
             return video if video["status"] in ("completed", "failed") else None
 
-        return until(look, f"the end of {job}", seconds)
+        return until(look, f"the end of {job}", seconds, every=0.1)
 
     def done(self, job: str, seconds: float = PATIENCE) -> dict[str, Any]:
         """Wait for the job, which must end well."""
@@ -285,7 +286,7 @@ class Deployment:
                 assert process.status is None, f"{process.name} ended:\n{process.output()[-3000:]}"
             return self.api.ready() and len(self.registered()) >= len(self.instances)
 
-        until(all_here, "all processes being ready")
+        until(all_here, "all processes being ready", every=0.2)
 
     def registered(self) -> dict[str, str]:
         """Work port's owner -> instance id, of the instances that the server knows as live."""

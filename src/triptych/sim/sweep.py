@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import multiprocessing
 import os
 from collections.abc import Callable, Iterator
@@ -27,7 +28,8 @@ def sweep(
     upto = first
     chunks = iter(range(first, first + count, _CHUNK))
     context = multiprocessing.get_context("spawn")
-    with ProcessPoolExecutor(processes or os.cpu_count(), mp_context=context) as pool:
+    # What is imported lives as long as the process: the collector need not look at it after every simulation.
+    with ProcessPoolExecutor(processes or os.cpu_count(), mp_context=context, initializer=gc.freeze) as pool:
         running: dict[Future[Coverage], int] = {}
 
         def refill() -> None:

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import random
-import socket
 from collections.abc import Callable, Iterator
 
 import pytest
 
 from triptych.errors import ConfigError
+from triptych.launch.ports import free_ports
 from triptych.transport.control.instance import InstanceControl
 from triptych.transport.control.server import ServerControl
 
@@ -16,9 +16,7 @@ HOST = "127.0.0.1"
 
 
 def _free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind((HOST, 0))
-        return probe.getsockname()[1]
+    return free_ports(1)[0]  # none of those that outgoing connections get, of other tests' for instance
 
 
 def _open_server() -> tuple[ServerControl, int]:

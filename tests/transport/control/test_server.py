@@ -15,6 +15,7 @@ import zmq
 
 from triptych.errors import ConfigError
 from triptych.ids import ROLES, Epoch, InstanceId, RequestId, Role
+from triptych.launch.ports import free_ports
 from triptych.transport.control.instance import InstanceControl
 from triptych.transport.control.server import Inbound, ServerControl
 from triptych.transport.control.sockets import ANSWER_HWM
@@ -123,8 +124,8 @@ def test_each_role_reports_to_its_own_port(server: Server, join: Join) -> None:
 
 
 @pytest.mark.parametrize("offset", range(4))
-def test_a_busy_port_is_named_and_nothing_stays_bound(free_port: Callable[[], int], offset: int) -> None:
-    port = free_port()
+def test_a_busy_port_is_named_and_nothing_stays_bound(offset: int) -> None:
+    port = free_ports(7)[3]
     with socket.socket() as taken:
         taken.bind((HOST, port))
         taken.listen()
