@@ -41,10 +41,6 @@ from triptych.sim.worker import SimInstance
 from triptych.sim.world import Clock, World
 from triptych.wire.messages import ErrorInfo
 
-_QUIET = 4
-"""Of events after which the router had nothing to do, most of them heartbeats and ticks, only each fourth is followed
-by a look through the books; a fault in them is still there at the next look. After every other event there is one."""
-
 
 class SimServer:
     """One server over all its lives."""
@@ -55,7 +51,6 @@ class SimServer:
         self._instances = instances
         self._lives = 0
         self._states: dict[RequestId, JobState] = {}
-        self._quiet = 0
         """What this life has last shown of each request."""
         self._unheard: list[Message] = []
         """What arrived while there was no server, and waits at the door."""
@@ -161,8 +156,7 @@ class SimServer:
         world, now = self._world, self.clock.now
         if not isinstance(event, Tick):
             world.note(SERVER, event)
-        actions = self.router.handle(event, now)
-        for action in actions:
+        for action in self.router.handle(event, now):
             match action:
                 case SendMember(instance=instance, message=message) | SendWork(instance=instance, message=message):
                     self._network.send(SERVER, instance, FromServer(message=message), self._instances[instance].arrive)
@@ -178,9 +172,7 @@ class SimServer:
                     pass
                 case _:
                     assert_never(action)
-        self._quiet = 0 if actions else self._quiet + 1
-        if self._quiet % _QUIET == 0:
-            self._check_books()
+        self._check_books()
         deadline = self.router.next_deadline(now)
         if deadline < self._timer:
             self._timer = deadline
