@@ -22,7 +22,7 @@ from triptych.errors import StorageFull
 from triptych.ids import ROLES, Role
 from triptych.server.media_store import LocalMedia
 from triptych.server.service import DiffusionService
-from triptych.wire.messages import Fetched
+from triptych.wire.messages import Staged
 
 ENCODER, DENOISER, DECODER = ROLES
 
@@ -156,7 +156,7 @@ async def test_a_message_that_breaks_the_router_costs_that_message_only(
 
     def handle(event: RouterEvent, now: float) -> list[RouterAction]:
         nonlocal broken
-        if isinstance(event, Received) and isinstance(event.message, Fetched) and broken < 3:
+        if isinstance(event, Received) and isinstance(event.message, Staged) and broken < 3:
             broken += 1
             raise RuntimeError("a bug")
         return real_handle(event, now)

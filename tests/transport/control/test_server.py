@@ -127,6 +127,7 @@ def test_each_role_reports_to_its_own_port(server: Server, join: Join) -> None:
 def test_a_busy_port_is_named_and_nothing_stays_bound(offset: int) -> None:
     port = free_ports(7)[3]
     with socket.socket() as taken:
+        taken.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # connections of an earlier test may still fade
         taken.bind((HOST, port))
         taken.listen()
         base = port - offset

@@ -32,7 +32,6 @@ from triptych.wire.messages import (
     Fetched,
     Finished,
     FromInstance,
-    Progress,
     Refused,
     Staged,
     Started,
@@ -46,8 +45,8 @@ POLL_LIMIT = 256
 CLOSE_LINGER_MS = 250
 """How long `InstanceControl.close` may take to get the last messages, such as a goodbye, out."""
 
-_ON_THE_WAY = (Fetched, Started, Progress)
-"""Reports of a stage that has not ended, which its end makes needless."""
+_SAID_BY_THE_END = (Fetched, Started)
+"""Reports of a stage that its end makes needless."""
 _OF_MEMBERSHIP = (Welcome, Refused, Unknown, DrainStatus)
 """What only the line to the server's frontend may bring; everything else comes to the work port."""
 _WILDCARD_HOSTS = ("0.0.0.0", "*", "::")
@@ -171,12 +170,12 @@ class InstanceControl:
         """Queue a report to the result port of ``role``. Before `connect_results` it is a counted drop: outcomes
         are resent until acknowledged.
 
-        The end of a stage takes the place of earlier reports of it that have not left yet."""
+        The end of a stage takes the place of its start where that has not left yet."""
         if role in self._results:
             outbox = self._results[role].outbox
             if isinstance(message, Staged | Finished):
                 lease = message.lease
-                outbox.take_back(lambda queued: isinstance(queued, _ON_THE_WAY) and queued.lease == lease)
+                outbox.take_back(lambda queued: isinstance(queued, _SAID_BY_THE_END) and queued.lease == lease)
             outbox.put(message, blobs)
         else:
             self._drops.add("report", f"the server has not told its {role} result port")
