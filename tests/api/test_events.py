@@ -177,7 +177,7 @@ def test_a_reader_that_does_not_read_misses_states_and_holds_no_memory(http: htt
         for step in range(20_000):
             painter.post(Stepped(lease=lease, step=step % 1000, steps=1000))
         until(lambda: http.get(f"/v1/videos/{job}").json()["step"] == 999)
-        assert threading.active_count() == before
+        assert threading.active_count() <= before
         assert len(house.service._records.get(job).watchers) <= 1
         painter.let_go(lease)
         until(lambda: http.get(f"/v1/videos/{job}").json()["status"] == "completed")
