@@ -32,8 +32,10 @@ class Nursery:
         ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         with theirs:
             command = [sys.executable, "-m", __name__, str(theirs.fileno())]
-            # Its own session: what is meant for the test run's terminal is not meant for it.
-            self._process = subprocess.Popen(command, pass_fds=[theirs.fileno()], start_new_session=True)
+            # Its own session: what is meant for the test run's terminal is not meant for it. Threads that OpenMP starts
+            # as torch is imported would be lost in every child.
+            environ = os.environ | {"OMP_NUM_THREADS": "1"}
+            self._process = subprocess.Popen(command, pass_fds=[theirs.fileno()], start_new_session=True, env=environ)
         self._line = ours
         self._ended: dict[int, int] = {}
         atexit.register(self.close)
