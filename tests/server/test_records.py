@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from typing import Literal
 
 import pytest
 
@@ -36,7 +37,9 @@ class Book:
         self.mint = IdMint()
 
     def add(self, output: OutputKind = "video") -> Entry:
-        request = self.mint(output)
+        return self.take(self.mint(output), output)
+
+    def take(self, request: RequestId, output: OutputKind) -> Entry:
         entry = Entry(request, output, {"prompt": "a tree"}, {}, view(request, JobState.PENDING))
         self.records.add(entry)
         return entry
@@ -99,17 +102,20 @@ def test_states_are_counted() -> None:
 
 
 @pytest.mark.parametrize("order", ["asc", "desc"])
-def test_pages_follow_each_other_without_gap_or_repeat(order: str) -> None:
+@pytest.mark.parametrize(
+    "arrival", [(0, 1, 2, 3, 4, 5, 6), (4, 1, 6, 0, 2, 5, 3)], ids=["as made", "as after a restart"]
+)
+def test_pages_follow_each_other_without_gap_or_repeat(order: Literal["asc", "desc"], arrival: tuple[int, ...]) -> None:
     book = Book()
-    videos = []
-    for _ in range(7):
-        videos.append(book.add("video").id)
+    videos = [book.mint("video") for _ in arrival]
+    for number in arrival:
+        book.take(videos[number], "video")
         book.add("image")
     expected = videos if order == "asc" else videos[::-1]
     seen: list[RequestId] = []
     after, more = None, True
     while more:
-        page, more = book.records.page(output="video", after=after, limit=3, order="asc" if order == "asc" else "desc")
+        page, more = book.records.page(output="video", after=after, limit=3, order=order)
         seen += [record.id for record in page]
         after = page[-1].id
     assert seen == expected

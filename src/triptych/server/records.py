@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import asyncio
+import bisect
 import os
 import time
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Literal, Protocol, TypeAlias
+from typing import Any, Literal, Protocol, TypeAlias, get_args
 
 from triptych.core.events import JobState, JobView
 from triptych.core.states import TERMINAL, is_running
@@ -200,7 +201,7 @@ class IdMint:
 
 
 class Records:
-    """Jobs by id, oldest first. Of ended ones, at most ``retained`` are kept, with at most ``retained_bytes`` of media
+    """Jobs by id. Of ended ones, at most ``retained`` are kept, with at most ``retained_bytes`` of media
     (the last one is kept however large it is), live ones always.
 
     ``forget`` is given every job that is dropped for room, so that its media can go with it.
@@ -212,6 +213,8 @@ class Records:
         self._forget = forget
         self._bytes = 0
         self._entries: dict[RequestId, Entry] = {}
+        self._by_age: dict[OutputKind, list[RequestId]] = {output: [] for output in get_args(OutputKind)}
+        """Ids of each kind, sorted: entries come in another order after a restart, or when one's images took long."""
         self._ended: dict[RequestId, None] = {}
         """Ended jobs in the order of their end."""
         self.states: dict[JobState, int] = dict.fromkeys(JobState, 0)
@@ -226,6 +229,7 @@ class Records:
     def add(self, entry: Entry) -> None:
         """Remember a new job, or one that has ended, then in the order of their ends."""
         self._entries[entry.id] = entry
+        bisect.insort(self._by_age[entry.output], entry.id)
         self.states[entry.view.state] += 1
         if entry.ended:
             self._end(entry)
@@ -264,6 +268,8 @@ class Records:
     def remove(self, entry: Entry) -> None:
         """Forget a job."""
         if self._entries.pop(entry.id, None) is not None:
+            ids = self._by_age[entry.output]
+            del ids[bisect.bisect_left(ids, entry.id)]
             if entry.id in self._ended:
                 del self._ended[entry.id]
                 self._bytes -= entry.nbytes
@@ -290,21 +296,15 @@ class Records:
             raise BadRequest("limit", f"limit={limit}: must be at least 1")
         if after is not None and not IdMint.is_id(after, output):
             raise BadRequest("after", f"after={after!r}: is not the id of a job of kind {output}")
-        found: list[Entry] = []
-        for entry in self._from(after, order):
-            if entry.output != output:
-                continue
-            if len(found) == limit:
-                return found, True
-            found.append(entry)
-        return found, False
-
-    def _from(self, after: RequestId | None, order: Literal["asc", "desc"]) -> Iterator[Entry]:
+        ids = self._by_age[output]
         if order == "asc":
-            entries = iter(self._entries.values())
-            return entries if after is None else (e for e in entries if e.id > after)
-        backwards = reversed(self._entries.values())
-        return backwards if after is None else (e for e in backwards if e.id < after)
+            start = 0 if after is None else bisect.bisect_right(ids, after)
+            found, more = ids[start : start + limit], start + limit < len(ids)
+        else:
+            end = len(ids) if after is None else bisect.bisect_left(ids, after)
+            start = max(0, end - limit)
+            found, more = ids[start:end][::-1], start > 0
+        return [self._entries[request] for request in found], more
 
     def _end(self, entry: Entry) -> None:
         self._ended[entry.id] = None
