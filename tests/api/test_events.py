@@ -36,11 +36,16 @@ def held(house: Any, job: str) -> Any:
     """The denoiser stage of a job that waits to be let go."""
     deadline = time.monotonic() + 10
     while True:
-        found = [lease for lease in house.held if lease.request == job]
+        found = [lease for lease in list(house.held) if lease.request == job]
         if found:
             return found[0]
         assert time.monotonic() < deadline
         time.sleep(0.01)
+
+
+def reached(http: httpx.Client, job: str) -> None:
+    """Wait until the server knows the step at which a slow job is held, which the instance knows first."""
+    until(lambda: http.get(f"/v1/videos/{job}").json()["step"] == 5)
 
 
 def teach(http: httpx.Client) -> None:
@@ -53,6 +58,7 @@ def test_a_stream_tells_stages_steps_and_the_end(http: httpx.Client, house: Any)
     teach(http)
     job = http.post("/v1/videos", json={"prompt": "slow"}).json()["id"]
     lease = held(house, job)
+    reached(http, job)
     told: list[tuple[str, dict[str, Any]]] = []
     with http.stream("GET", f"/v1/videos/{job}/events") as response:
         assert response.headers["content-type"].startswith("text/event-stream")
@@ -79,6 +85,7 @@ def test_a_stream_tells_stages_steps_and_the_end(http: httpx.Client, house: Any)
 def test_a_preview_comes_once_as_a_data_url(http: httpx.Client, house: Any) -> None:
     job = http.post("/v1/videos", json={"prompt": "slow"}).json()["id"]
     lease = held(house, job)
+    reached(http, job)
     told: list[tuple[str, dict[str, Any]]] = []
     with http.stream("GET", f"/v1/videos/{job}/events") as response:
         stream = read(response.iter_lines())
@@ -109,6 +116,7 @@ def test_places_in_the_queue_move_and_starts_are_predicted(http: httpx.Client, h
     teach(http)
     jobs = [http.post("/v1/videos", json={"prompt": f"slow {i}"}).json()["id"] for i in range(7)]
     leases = [held(house, job) for job in jobs[:4]]  # the denoiser has four slots
+    until(lambda: http.get("/server_info").json()["roles"]["denoiser"]["queue_depth"] == 3)
     try:
         with http.stream("GET", f"/v1/videos/{jobs[5]}/events") as response:
             stream = read(response.iter_lines())
@@ -176,11 +184,11 @@ def test_a_reader_that_does_not_read_misses_states_and_holds_no_memory(http: htt
         before = threading.active_count()
         for step in range(20_000):
             painter.post(Stepped(lease=lease, step=step % 1000, steps=1000))
-        until(lambda: http.get(f"/v1/videos/{job}").json()["step"] == 999)
+        until(lambda: http.get(f"/v1/videos/{job}").json()["step"] == 999, 60)
         assert threading.active_count() <= before
         assert len(house.service._records.get(job).watchers) <= 1
         painter.let_go(lease)
-        until(lambda: http.get(f"/v1/videos/{job}").json()["status"] == "completed")
+        until(lambda: http.get(f"/v1/videos/{job}").json()["status"] == "completed", 60)
         received = b""
         while b"event: done" not in received:
             chunk = wire.recv(65536)
@@ -193,7 +201,7 @@ def test_the_events_of_nothing_are_not_found(http: httpx.Client) -> None:
     assert http.get("/v1/videos/video_0/events").status_code == 404
 
 
-def until(condition: Any, seconds: float = 10) -> None:
+def until(condition: Any, seconds: float = 20) -> None:
     deadline = time.monotonic() + seconds
     while not condition():
         assert time.monotonic() < deadline

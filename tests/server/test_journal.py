@@ -16,8 +16,9 @@ from hypothesis import strategies as st
 from hypothesis.stateful import Bundle, RuleBasedStateMachine, consumes, precondition, rule
 
 from tests.core.test_journal import ACCEPTED, FILE, granted, staged, view
+from tests.server.disk import on_disk, told
 from triptych.core.events import JobState
-from triptych.core.journal import Accepted, Finish, History, JournalEntry, Stored, replay, request_of
+from triptych.core.journal import Accepted, Finish, JournalEntry, Stored, replay, request_of
 from triptych.errors import ConfigError, StorageFailed, StorageFull
 from triptych.ids import RequestId, Role
 from triptych.server.journal import VERSION, Journal
@@ -28,26 +29,6 @@ T = TypeVar("T")
 
 def accepted(name: str, **params: Any) -> Accepted:
     return replace(ACCEPTED, request=RequestId(name), params=params)
-
-
-def told(histories: dict[RequestId, History]) -> dict[RequestId, Any]:
-    """What a server would do with each request."""
-    return {
-        request: (history.restore() if history.live else history.ended(), history.stored)
-        for request, history in histories.items()
-    }
-
-
-def on_disk(folder: Path) -> dict[RequestId, Any]:
-    """What a server would find that starts on a copy of the folder as it is now: as after a kill at this moment."""
-    with tempfile.TemporaryDirectory() as elsewhere:
-        copy = Path(elsewhere) / "state"
-        shutil.copytree(folder, copy)
-        journal = Journal(copy)
-        try:
-            return told(replay(journal.open()))
-        finally:
-            journal.close()
 
 
 @pytest.fixture

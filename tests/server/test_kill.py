@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
@@ -12,8 +11,10 @@ import httpx
 import pytest
 
 from tests.e2e.harness import Api, Process, until
+from tests.server.disk import on_disk
 from tests.server.house import Puppet
-from triptych.ids import ROLES, Role
+from triptych.errors import StorageFailed
+from triptych.ids import ROLES, RequestId, Role
 from triptych.launch.ports import free_ports
 
 ENCODER, DENOISER, DECODER = ROLES
@@ -63,6 +64,19 @@ class Town:
     def reach(self, job: str, state: str) -> None:
         until(lambda: self.state(job) == state, f"{job} {state}", 30)
 
+    def written(self, job: str, *, done: int, held: bool) -> None:
+        """Wait until a kill would lose nothing of how far the job is: so many stages done, and one with an instance or
+        not. What changed hands in the very last moments before a kill may be done again, by design."""
+
+        def on_the_disk() -> bool:
+            try:
+                history, _ = on_disk(self.folder / "state")[RequestId(job)]
+            except StorageFailed:  # copied while the server wrote
+                return False
+            return len(history.done) == done and (history.holder is not None) == held
+
+        until(on_the_disk, f"{job} being in the journal with {done} stages done", every=0.05)
+
     def done(self, job: str) -> dict[str, Any]:
         return self.api.done(job, 30)
 
@@ -95,7 +109,10 @@ def test_every_accepted_job_survives_the_kill_and_running_stages_are_not_repeate
     waiting = [town.submit(f"waiting {i}").json()["id"] for i in range(5)]
     for job in waiting:
         town.reach(job, "denoising_waiting")
-    time.sleep(0.1)  # not for readiness: what changed hands in the very last moments may be repeated by design
+    for job in running:
+        town.written(job, done=1, held=True)
+    for job in waiting:
+        town.written(job, done=1, held=False)
 
     town.server.kill()
     with pytest.raises(httpx.TransportError):
@@ -138,7 +155,7 @@ def test_stages_that_end_while_the_server_is_down_count(town: Town) -> None:
         puppets[last].kept = kept  # type: ignore[attr-defined]
     for role, job in jobs.items():
         town.reach(job, f"{'denoising' if role is DENOISER else role.value}_running")
-    time.sleep(0.1)  # as above
+        town.written(job, done=ROLES.index(role), held=True)
     town.server.kill()
     for puppet in puppets.values():
         puppet.held = puppet.kept  # type: ignore[attr-defined]
@@ -158,6 +175,7 @@ def test_a_job_whose_instance_does_not_come_back_is_given_to_another(town: Town)
     town.wait_ready()
     job = town.submit("a tree").json()["id"]
     town.reach(job, "denoising_running")
+    town.written(job, done=1, held=True)
     town.server.kill()
     gone.crash()
     town.puppets.remove(gone)
