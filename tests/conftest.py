@@ -5,6 +5,10 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
+from hypothesis import HealthCheck, settings
+
+settings.register_profile("tests", deadline=None, suppress_health_check=[HealthCheck.too_slow])
+settings.load_profile("tests")  # how long an example takes is the machine's matter
 
 LONGEST = (
     "tests/e2e/test_chaos.py",
@@ -18,7 +22,7 @@ LONGEST = (
 )
 """Begun first, so that no process is left alone with one of them at the end."""
 
-ONE_POOL = {f"tests/e2e/test_{name}.py" for name in ("commands", "faults", "identity", "load", "openai")}
+ONE_POOL = {f"tests/e2e/test_{name}.py" for name in ("commands", "faults", "identity", "load", "doors")}
 """Files whose tests share one deployment of eight processes."""
 
 

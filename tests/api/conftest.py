@@ -22,7 +22,7 @@ from triptych.api.app import create_app
 from triptych.api.connection import http_settings
 from triptych.bench.noop import NoopInstance
 from triptych.client import Client
-from triptych.config import ServerConfig
+from triptych.config import RouterConfig, ServerConfig
 from triptych.core.instance_events import Ended, Stepped
 from triptych.ids import ROLES, Role
 from triptych.launch.ports import free_ports, listen
@@ -165,6 +165,7 @@ class House:
         self.held: dict[Lease, Painter] = {}
         """Denoiser stages that wait to be let go."""
         first, *_ = free_ports(5)
+        options.setdefault("router", RouterConfig(lease_timeout=60))  # nobody dies here, but a painter may be slow
         self.config = ServerConfig(port=first + 4, scheduler_port=first, output_dir=folder, **options)
         self.url = f"http://127.0.0.1:{first + 4}"
         self._schema = schema
@@ -207,7 +208,7 @@ class House:
         assert not any(thread.is_alive() for thread in self._threads)
 
     def _start(self, target: Any) -> None:
-        thread = threading.Thread(target=target)
+        thread = threading.Thread(target=target, daemon=True)
         thread.start()
         self._threads.append(thread)
 

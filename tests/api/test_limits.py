@@ -60,7 +60,7 @@ def test_who_would_wait_longer_than_is_allowed_is_told_when_to_come_again(make_h
         refused = post(house, "a cat")
         assert refused.status_code == 429
         assert "would wait for about" in refused.json()["error"]["message"]
-        assert refused.headers["retry-after"] == "1"
+        assert int(refused.headers["retry-after"]) >= 1
         httpx.delete(f"{house.url}/v1/videos/{job}")
         until(lambda: post(house, "a cat").status_code == 200)  # forecasts are half a second old at most
 

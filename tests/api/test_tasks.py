@@ -35,7 +35,7 @@ def ended(http: httpx.Client, task: str) -> dict[str, Any]:
 
 def until_held(house: Any, task: str) -> None:
     deadline = time.monotonic() + 10
-    while not any(lease.request == task for lease in house.held):
+    while not any(lease.request == task for lease in list(house.held)):
         assert time.monotonic() < deadline
         time.sleep(0.01)
 

@@ -12,12 +12,12 @@ from triptych.bench.control import run_control_bench
 
 def test_each_load_level_gives_a_row_and_no_process_stays_behind() -> None:
     before = {child.pid for child in psutil.Process().children()}
-    rows = run_control_bench((1, 16), seconds=0.5, slots=8)
+    rows = run_control_bench((1, 16), seconds=2, slots=8)
     assert [row.outstanding for row in rows] == [1, 16]
     for row in rows:
         assert row.requests >= row.outstanding
         assert 0 < row.p50_ms <= row.p99_ms
-        assert 0 < row.server_cpu_us < row.all_cpu_us
+        assert 0 < row.server_cpu_us <= row.all_cpu_us
     # A closed loop: requests in flight are throughput times latency (Little's law), whatever the machine's speed.
     loaded = rows[1]
     assert loaded.p50_ms / 1e3 * loaded.requests_per_second <= 3 * loaded.outstanding

@@ -123,7 +123,7 @@ class Process:
         assert self._process.stdin is not None
         self._process.stdin.close()
 
-    def end(self, seconds: float = 30) -> int | str:
+    def end(self, seconds: float = PATIENCE) -> int | str:
         """Wait for its end; its exit status, or a word when it had to be killed."""
         try:
             return self._process.wait(seconds)

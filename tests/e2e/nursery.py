@@ -53,7 +53,9 @@ class Nursery:
             word = json.loads(self._line.recv(_MESSAGE_BYTES) or b'{"gone": true}')
             assert "gone" not in word, "the process that forks has ended"
             if "started" in word:
-                return int(word["started"])
+                pid = int(word["started"])
+                self._ended.pop(pid, None)  # of one that had the same number long ago
+                return pid
             self._ended[word["ended"]] = word["status"]
 
     def status(self, pid: int, seconds: float = 0.0) -> int | None:

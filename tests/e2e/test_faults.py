@@ -74,7 +74,7 @@ def test_work_of_a_killed_instance_is_done_by_another(pool: Deployment, role: st
 
 
 def test_a_denoiser_killed_between_two_steps_costs_nothing_but_time(pool: Deployment) -> None:
-    request = {"num_inference_steps": 30, "size": "128x128", "num_frames": 9, "seed": 3}
+    request = {"num_inference_steps": 100, "size": "128x128", "num_frames": 9, "seed": 3}
     expected = pool.api.make(**request)
     names = {instance: name for name, instance in pool.registered().items()}
     job = pool.api.submit(**request)
@@ -120,12 +120,12 @@ def test_readiness_tells_the_truth_while_the_only_decoder_is_frozen_and_when_it_
 ) -> None:
     decoder = impatient.instances["decoder-0"]
     decoder.signal(signal.SIGSTOP)
-    until(lambda: not impatient.api.ready(), "the frozen decoder being missed", 10)
+    until(lambda: not impatient.api.ready(), "the frozen decoder being missed")
     assert "decoder" in " ".join(impatient.api.reasons())
     decoder.signal(signal.SIGCONT)
     until(impatient.api.ready, "its return")
     decoder.kill()
-    until(lambda: not impatient.api.ready(), "the dead decoder being missed", 3)
+    until(lambda: not impatient.api.ready(), "the dead decoder being missed")
     assert "process exited" in " ".join(impatient.api.reasons())
     impatient.start("decoder-0")
     impatient.wait_ready()

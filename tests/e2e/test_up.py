@@ -61,7 +61,7 @@ def test_up_leaves_no_process_no_socket_and_no_segment(
         assert process.stop(number) == 0
     else:
         process.kill()
-    until(lambda: not any(running(pid) for pid in children), "the end of every child", 20)
+    until(lambda: not any(running(pid) for pid in children), "the end of every child")
     assert segments() - before == set()
     for port in ports:
         with socket.create_server(("127.0.0.1", port)):  # nobody listens there any more

@@ -11,8 +11,9 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
-import psutil
+import pytest
 
+from tests.e2e.harness import running
 from triptych.launch.group import Group, ProcessSpec, ProcessStatus, restart_delay
 
 SLEEPER = "import time; time.sleep(600)"
@@ -23,15 +24,11 @@ def spec(code: str, name: str = "child") -> ProcessSpec:
     return ProcessSpec(name=name, command=(sys.executable, "-c", code), address="nowhere")
 
 
-def until(condition: Callable[[], bool], seconds: float = 20.0) -> None:
+def until(condition: Callable[[], bool], seconds: float = 60.0) -> None:
     deadline = time.monotonic() + seconds
     while not condition():
         assert time.monotonic() < deadline, "it did not happen in time"
         time.sleep(0.02)
-
-
-def running(pid: int) -> bool:
-    return psutil.pid_exists(pid) and psutil.Process(pid).status() != psutil.STATUS_ZOMBIE
 
 
 class Lines:
@@ -70,8 +67,9 @@ def test_a_child_that_cannot_work_ends_the_group_with_its_last_line() -> None:
     assert ("encoder-0", "no such model: x") in lines.seen
 
 
-def test_a_child_that_never_comes_up_is_given_up_after_some_deaths() -> None:
+def test_a_child_that_never_comes_up_is_given_up_after_some_deaths(monkeypatch: pytest.MonkeyPatch) -> None:
     """Symptom: a process that crashed at every start was started again for ever, and nobody was told why."""
+    monkeypatch.setattr("triptych.launch.group.FIRST_DELAY", 0.01)
     lines = Lines()
     with Group([spec("raise RuntimeError('broken installation')")], output=lines) as group:
         until(lambda: group.wait(0.1))

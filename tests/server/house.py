@@ -48,7 +48,7 @@ class Puppet(NoopInstance):
         self.hold: frozenset[Role] = frozenset()
         self.held: list[Lease] = []
         self.seen: list[tuple[Lease, dict[str, Any], tuple[bytes, ...]]] = []
-        self._thread = threading.Thread(target=self.run, name=f"puppet-{port}")
+        self._thread = threading.Thread(target=self.run, name=f"puppet-{port}", daemon=True)
         self._thread.start()
 
     def work(self, lease: Lease, params: dict[str, Any], blobs: tuple[bytes, ...]) -> Outcome | None:

@@ -219,7 +219,7 @@ async def test_deleting_a_live_job_stops_it_and_ends_those_who_wait_for_it(house
 async def test_a_request_that_waits_too_long_says_in_which_state_and_why(house: House) -> None:
     house.add(ENCODER, DENOISER)
     await house.instances(1)
-    record = await house.service.submit({"prompt": "x"}, output="video", queue_timeout=0.3)
+    record = await house.service.submit({"prompt": "x"}, output="video", queue_timeout=1.5)
     ended = await house.end(record.id)
     assert ended.view.state is JobState.TIMED_OUT
     assert ended.view.error is not None
@@ -232,7 +232,7 @@ async def test_a_request_that_waits_too_long_says_in_which_state_and_why(house: 
 async def test_a_request_that_runs_too_long_says_where(house: House) -> None:
     house.add(hold=DENOISER)
     await house.ready()
-    record = await house.service.submit({"prompt": "x"}, output="video", run_timeout=0.3)
+    record = await house.service.submit({"prompt": "x"}, output="video", run_timeout=1.5)
     ended = await house.end(record.id)
     assert ended.view.state is JobState.TIMED_OUT
     assert ended.view.error is not None

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import random
 from collections.abc import Callable, Iterator
 
 import pytest
@@ -21,7 +20,7 @@ def _free_port() -> int:
 
 def _open_server() -> tuple[ServerControl, int]:
     for _ in range(50):
-        port = random.randrange(20000, 30000)
+        port = free_ports(4)[0]
         try:
             return ServerControl(HOST, port), port
         except ConfigError:

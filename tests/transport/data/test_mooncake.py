@@ -173,8 +173,8 @@ def test_what_can_be_staged_is_told_and_more_is_refused(plane: DataPlane) -> Non
 def test_a_sender_that_was_never_there_is_an_error_at_once(plane: DataPlane, sender: Sender, pull: Puller) -> None:
     started = time.monotonic()
     with pytest.raises(TransferError, match=r"of sender at 127\.0\.0\.1:9: .* cannot be reached"):
-        pull(plane, changed(sender.stage(), address="127.0.0.1:9/7f0000000000"))
-    assert time.monotonic() - started < 5
+        pull(plane, changed(sender.stage(), address="127.0.0.1:9/7f0000000000"), 120)
+    assert time.monotonic() - started < 60
 
 
 def test_a_sender_that_died_is_an_error_within_the_deadline(plane: DataPlane, send: Send, pull: Puller) -> None:
@@ -185,8 +185,8 @@ def test_a_sender_that_died_is_an_error_within_the_deadline(plane: DataPlane, se
     for _ in range(2):
         started = time.monotonic()
         with pytest.raises(TransferError, match="may be dead"):
-            pull(plane, manifest, 10)
-        assert time.monotonic() - started < 10
+            pull(plane, manifest, 120)
+        assert time.monotonic() - started < 60
 
 
 def test_a_sender_that_freezes_holds_back_only_the_memory_it_may_still_write_to(

@@ -37,7 +37,7 @@ def test_an_instance_dies_with_any_of_its_ranks_and_its_work_is_done_by_the_next
         desk.feed(CancelRequest(request=cancelled))
         desk.until(lambda: bool(desk.said(Stopped, cancelled, Role.DENOISER)))
 
-        survivor = desk.submit("survivor", num_inference_steps=60)
+        survivor = desk.submit("survivor", num_inference_steps=100)
         desk.until(lambda: bool(desk.said(Progress, survivor, Role.DENOISER)))
         follower(first).kill()
         assert first.process.wait(WAIT) == 1
