@@ -75,6 +75,21 @@ def test_what_is_no_sane_picture_is_refused(data: bytes, reason: str) -> None:
     assert caught.value.field == "image_path"
 
 
+@pytest.mark.parametrize("kind", ["PNG", "JPEG", "WEBP"])
+def test_a_picture_cut_in_half_is_refused(kind: str) -> None:
+    buffer = io.BytesIO()
+    Image.effect_noise((64, 64), 100).convert("RGB").save(buffer, kind)
+    whole = buffer.getvalue()
+    assert clean_picture("image", whole) is whole
+    with pytest.raises(BadRequest, match="not a readable"):
+        clean_picture("image", whole[: len(whole) // 2])
+
+
+def test_a_sound_file_with_too_few_pixels_is_refused() -> None:
+    with pytest.raises(BadRequest, match="not a readable"):
+        clean_picture("image", bomb(100, 100))
+
+
 @pytest.mark.parametrize("kind", ["PNG", "WEBP"])
 def test_an_animation_is_refused(kind: str) -> None:
     buffer = io.BytesIO()

@@ -70,6 +70,35 @@ def test_a_form_may_name_a_picture(album: Any, picture: bytes) -> None:
     assert blobs == (picture,)
 
 
+def test_a_form_may_name_several_pictures(album: Any, picture: bytes) -> None:
+    other = io.BytesIO()
+    Image.new("RGB", (4, 4)).save(other, "PNG")
+    second = other.getvalue()
+    for name in ("image", "image[]", "image[image_url]", "input_reference[][image_url]"):
+        files = [(name, (None, url_of(second))), (name, (None, url_of(picture))), ("prompt", (None, "a"))]
+        _, blobs = finished(album, httpx.post(f"{album.url}/v1/videos", files=files))
+        assert blobs == (second, picture)
+    _, blobs = finished(
+        album, httpx.post(f"{album.url}/v1/videos", files={"prompt": (None, "a"), "image[]": (None, url_of(picture))})
+    )
+    assert blobs == (picture,)
+
+
+def test_null_in_a_remix_keeps_what_the_source_has(album: Any, picture: bytes) -> None:
+    first = {"prompt": "a cat", "size": "256x64", "seconds": 3, "seed": 5, "image": [url_of(picture)]}
+    source = httpx.post(f"{album.url}/v1/videos", json=first)
+    before, _ = finished(album, source)
+    nothing = dict.fromkeys(("size", "seconds", "seed", "width", "num_frames", "input_reference", "image", "model"))
+    path = f"{album.url}/v1/videos/{source.json()['id']}/remix"
+    answer = httpx.post(path, json={"prompt": "a dog", **nothing})
+    after, blobs = finished(album, answer)
+    assert after == {**before, "prompt": "a dog"}
+    assert blobs == (picture,)
+    assert answer.json()["seconds"] == source.json()["seconds"] == "3"
+    assert httpx.post(path, json={"prompt": None}).json()["error"]["param"] == "prompt"
+    assert httpx.post(path, json={"prompt": "a dog", "sise": None}).json()["error"]["param"] == "sise"
+
+
 def test_a_remix_may_bring_another_picture(album: Any, picture: bytes) -> None:
     source = httpx.post(f"{album.url}/v1/videos", json={"prompt": "a cat", "image": [url_of(picture)] * 2})
     finished(album, source)

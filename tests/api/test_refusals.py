@@ -164,6 +164,8 @@ BAD_FIELDS: list[tuple[dict[str, Any], str, list[str]]] = [
     ({"response_format": "url"}, "response_format", ["not a field"]),
     ({"../../etc/passwd" * 20: 1}, ("../../etc/passwd" * 20)[:60], ["not a field"]),
     ({"model": 5}, "model", ["a string"]),
+    ({"\ud800": 1}, "\\ud800", ["not a field"]),
+    ({"size": "\ud800"}, "size", ["WIDTHxHEIGHT"]),
 ]
 
 
@@ -214,6 +216,8 @@ BAD_BODIES: list[tuple[bytes, str | None, list[str]]] = [
     (b'{"prompt": "a", "guidance_scale": 1e999}', "guidance_scale", ["finite"]),
     (b'{"prompt": "a", "seed": ' + b"9" * 5000 + b"}", None, ["number"]),
     (b'{"prompt": "a", "prompt": "b"}', "prompt", ["more than once"]),
+    (rb'{"\ud800": 1, "\ud800": 2}', r"\ud800", ["more than once"]),
+    (b'{"' + b"x" * 99 + b'": 1, "' + b"x" * 99 + b'": 2}', "x" * 60, ["more than once"]),
     (b'{"prompt": "\xff\xfe"}', None, ["UTF-8"]),
     (b"[" * 30_000, None, ["nested too deeply"]),
 ]
@@ -235,6 +239,41 @@ async def test_a_picture_to_edit_is_refused_by_a_model_that_takes_none(door: Doo
     files = {"prompt": (None, "a"), "image[]": ("a.png", png(8, 8))}
     response = await door.http.post("/v1/images/edits", files=files)
     await door.refuses(response, 400, "image", ["takes no image"])
+
+
+@pytest.mark.parametrize("path", ["/v1/videos", "/v1/images/generations", "/v1/tasks/video/"])
+@pytest.mark.parametrize(
+    "content", [rb'{"prompt": "a", "\ud800": 1}', rb'{"prompt": "a", "prompt": {"\udfff": [], "\udfff": 1}}']
+)
+async def test_half_of_a_surrogate_pair_in_a_name_is_refused_everywhere(door: Door, path: str, content: bytes) -> None:
+    response = await door.http.post(path, content=content, headers={"content-type": "application/json"})
+    await door.refuses(response, 400, r"\ud800" if b"d800" in content else r"\udfff", [])
+
+
+@pytest.mark.parametrize(
+    "value", [{"\ud800": 1}, "data:,\ud800", "data:;base64,\ud800", "\ud800", {"image_url": {"\ud800": 1}}, ["\ud800"]]
+)
+@pytest.mark.parametrize(("path", "field"), [("/v1/videos", "image"), ("/v1/tasks/video/", "image_path")])
+async def test_half_of_a_surrogate_pair_for_a_picture_is_refused(
+    tmp_path: Path, path: str, field: str, value: Any
+) -> None:
+    door = Door(tmp_path, PICTURES)
+    content = json.dumps({"prompt": "a", field: value})
+    response = await door.http.post(path, content=content, headers={"content-type": "application/json"})
+    await door.refuses(response, 400, field, [])
+
+
+async def test_an_edit_without_a_picture_is_refused(door: Door, tmp_path: Path) -> None:
+    response = await door.http.post("/v1/images/edits", json={"prompt": "a"})
+    await door.refuses(response, 400, "image", ["takes no image", "/v1/images/generations"])
+    params = (*SCHEMA.params, Param(name="image", type="image", nullable=True))
+    other = Door(tmp_path, msgspec.structs.replace(SCHEMA, params=params))
+    response = await other.http.post("/v1/images/edits", json={"prompt": "a", "image": None})
+    await other.refuses(response, 400, "image", ["is required"])
+    document = (await other.http.get("/openapi.json")).json()
+    edit = document["components"]["schemas"]["ImageEditRequest"]
+    assert [found["required"] for found in edit["anyOf"]] == [["input_reference"], ["image"]]
+    assert "/v1/images/edits" not in (await door.http.get("/openapi.json")).json()["paths"]
 
 
 async def test_an_unknown_model_is_answered_with_the_served_one(door: Door) -> None:
@@ -262,6 +301,12 @@ async def test_before_a_model_is_known_requests_are_put_off(tmp_path: Path) -> N
 
 FORMS: list[tuple[list[tuple[str, Any]], str, list[str]]] = [
     ([("prompt", (None, "a")), ("prompt", (None, "b"))], "prompt", ["more than once"]),
+    ([("prompt[]", (None, "a")), ("prompt[]", (None, "b"))], "prompt", ["more than once"]),
+    (
+        [("prompt", (None, "a")), ("queue_timeout", (None, "1")), ("queue_timeout", (None, "1"))],
+        "queue_timeout",
+        ["once"],
+    ),
     ([("prompt", (None, "a")), ("width", (None, "12a"))], "width", ["'12a'", "an integer"]),
     ([("prompt", (None, "a")), ("width", (None, ""))], "width", ["''", "an integer"]),
     ([("prompt", (None, "a")), ("width", (None, "9" * 21))], "width", ["an integer"]),
@@ -295,12 +340,19 @@ def png(width: int, height: int) -> bytes:
     return buffer.getvalue()
 
 
+def encoded(kind: str) -> bytes:
+    buffer = io.BytesIO()
+    Image.effect_noise((32, 32), 100).save(buffer, kind)
+    return buffer.getvalue()
+
+
 @pytest.mark.parametrize(
     ("parts", "param", "fragment"),
     [
         ([("input_reference", ("a.png", b"not a picture"))], "input_reference", "not a readable"),
         ([("input_reference", ("a.png", png(9000, 1)))], "input_reference", "9000x1"),
         ([("input_reference", ("a.png", png(8, 8)[:-20]))], "input_reference", "not a readable"),
+        ([("input_reference", ("a.jpg", encoded("JPEG")[:-400]))], "input_reference", "not a readable"),
         ([("input_reference", ("a.png", png(8, 8)))] * 2, "input_reference", "2 files"),
         ([("image", ("a", png(8, 8))), ("input_reference", ("b", png(8, 8)))], "input_reference", "twice"),
         ([("input_reference", (None, "https://host/a.png"))], "input_reference", "--allow-image-urls"),

@@ -14,3 +14,5 @@ sys.modules[_SPEC.name] = _MODULE
 _SPEC.loader.exec_module(_MODULE)
 
 house = _MODULE.house
+make_house = _MODULE.make_house
+picture = _MODULE.picture

@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 import asyncio
+import base64
+import io
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
+from PIL import Image
 
 from triptych.client import (
     AsyncClient,
@@ -20,8 +24,24 @@ from triptych.client import (
     ServerUnreachable,
 )
 from triptych.launch.ports import free_ports
+from triptych.wire.schema import Param
 
 CLIP = bytes(range(256)) * 40
+
+
+@pytest.fixture(scope="module")
+def album(make_house: Callable[..., Any], house: Any) -> Iterator[Any]:
+    """A live server whose model takes pictures of several kinds."""
+    known = house.service.schema()
+    pictures = (
+        Param(name="image", type="images", max_length=3, nullable=True),
+        Param(name="reference_images", type="images", max_length=3, nullable=True),
+        Param(name="mask_image", type="image", nullable=True),
+        Param(name="fast", type="boolean", default=False),
+    )
+    params = (*(param for param in known.params if param.name != "image"), *pictures)
+    with make_house(accepts=msgspec.structs.replace(known, params=params)) as album:
+        yield album
 
 
 @pytest.fixture
@@ -155,6 +175,36 @@ def test_a_picture_travels_as_a_form(client: Client, house: Any) -> None:
     params, blobs = house.seen[-1]
     assert blobs == (picture,)
     assert params["num_frames"] == 5
+
+
+def test_several_pictures_and_their_kinds_travel_in_their_order(album: Any, picture: bytes) -> None:
+    other = io.BytesIO()
+    Image.new("RGB", (4, 4)).save(other, "PNG")
+    second = other.getvalue()
+    with Client(album.url) as client:
+        client.generate("a cat", image=[second, picture], reference_images=[picture], fast=True)
+        params, blobs = album.seen[-1]
+        assert [blobs[item["blob"]] for item in params["image"]] == [second, picture]
+        assert [blobs[item["blob"]] for item in params["reference_images"]] == [picture]
+        assert params["fast"] is True
+        named = f"data:image/png;base64,{base64.b64encode(picture).decode()}"
+        client.generate("a cat", image=second, reference_images=[named, second, named])
+        assert album.seen[-1][1] in ((second, picture, second, picture), (picture, second, picture, second))
+        params, blobs = album.seen[-1]
+        assert [blobs[item["blob"]] for item in params["reference_images"]] == [picture, second, picture]
+
+
+def test_an_image_is_edited_within_a_mask(album: Any, picture: bytes) -> None:
+    mask = io.BytesIO()
+    Image.new("L", (16, 8), 255).save(mask, "PNG")
+    with Client(album.url) as client:
+        images = client.edit_images("a cat", picture, mask=mask.getvalue(), n=2, output_format="png")
+        assert len(images) == 2
+        params, blobs = album.seen[-1]
+        assert blobs[params["image"][0]["blob"]] == picture
+        assert blobs[params["mask_image"]["blob"]] == mask.getvalue()
+        with pytest.raises(RequestRefused, match="image: is required"):
+            client.edit_images("a cat", [])
 
 
 def test_models_and_readiness_are_told(client: Client) -> None:

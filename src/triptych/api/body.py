@@ -26,6 +26,7 @@ class Body:
     """The fields of one request, not yet validated."""
 
     fields: dict[str, Any]
+    """Text that a form gives several times under one name is a list; `refuse_repeated` is for what takes none."""
     uploads: dict[str, list[bytes]] = field(default_factory=dict[str, list[bytes]])
     """Field name to the contents of its files; client file names are dropped here and used nowhere."""
     form: bool = False
@@ -88,8 +89,13 @@ def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     if len(result) != len(pairs):
         names = [name for name, _ in pairs]
         twice = next(name for name in names if names.count(name) > 1)
-        raise BadRequest(twice, f"{twice[:60]}: given more than once", code="duplicate_field")
+        raise given_twice(twice)
     return result
+
+
+def given_twice(name: str) -> BadRequest:
+    """The error of a field that a body has more than once."""
+    return BadRequest(name[:60], f"{name[:60]}: given more than once", code="duplicate_field")
 
 
 def _no_constant(name: str) -> NoReturn:
@@ -97,20 +103,25 @@ def _no_constant(name: str) -> NoReturn:
 
 
 async def _read_form(request: Request) -> Body:
-    fields: dict[str, Any] = {}
+    texts: dict[str, list[str]] = {}
     uploads: dict[str, list[bytes]] = {}
     async with request.form(max_files=MAX_FILES, max_fields=MAX_FIELDS, max_part_size=MAX_PART) as form:
         for name, value in form.multi_items():
-            name = name.removesuffix("[image_url]")  # how a form says {"image_url": ...}
+            # How a form says {"image_url": ...}, and how OpenAI's clients write a field of which they send a list.
+            name = name.removesuffix("[image_url]").removesuffix("[]")
             if isinstance(value, UploadFile):
-                # OpenAI's clients write "image[]" where they send a list.
-                uploads.setdefault(name.removesuffix("[]"), []).append(await value.read())
-            elif name in fields:
-                raise BadRequest(name, f"{name[:60]}: given more than once", code="duplicate_field")
+                uploads.setdefault(name, []).append(await value.read())
             else:
-                fields[name] = value
-    both = fields.keys() & uploads.keys()
+                texts.setdefault(name, []).append(value)
+    both = texts.keys() & uploads.keys()
     if both:
-        name = min(both)
-        raise BadRequest(name, f"{name[:60]}: given more than once", code="duplicate_field")
+        raise given_twice(min(both))
+    fields = {name: values if len(values) > 1 else values[0] for name, values in texts.items()}
     return Body(fields=fields, uploads=uploads, form=True)
+
+
+def refuse_repeated(body: Body) -> None:
+    """Raise `BadRequest` for text that a form gives more than once, where no field is left that may be a list."""
+    for name, value in body.fields.items() if body.form else ():
+        if isinstance(value, list):
+            raise given_twice(name)

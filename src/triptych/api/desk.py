@@ -10,7 +10,7 @@ from typing import Any
 from anyio import to_thread
 from starlette.requests import Request
 
-from triptych.api.body import Body
+from triptych.api.body import Body, refuse_repeated
 from triptych.api.idempotency import key_of
 from triptych.api.keys import CALLER
 from triptych.api.limits import Limits
@@ -48,6 +48,7 @@ class Desk:
         pictures = picture_fields(schema, output)
         if pictures:
             body = await self._references.resolve(body, pictures, paths=paths)
+        refuse_repeated(body)
         timeouts, body = read_timeouts(body, self._config)
         order = await to_thread.run_sync(read_order, schema, body, output)
         check_handoff(schema, order.params, self._service.largest_pool())
@@ -93,7 +94,8 @@ class Desk:
         Raises `BadRequest` when it started from a picture that is no longer remembered and ``body`` has none.
         """
         schema = need_schema(self._service)
-        if schema.param("prompt") is not None and body.fields.get("prompt") is None:
+        changed = {name: value for name, value in body.fields.items() if value is not None}
+        if schema.param("prompt") is not None and "prompt" not in changed:
             raise BadRequest("prompt", "prompt: is required", code="missing_field")
         spoken = picture_fields(schema, source.output)
         pictures = picture_params(schema, source.output)
@@ -101,18 +103,19 @@ class Desk:
         fields: dict[str, Any] = {k: v for k, v in source.params.items() if k in known and k not in pictures}
         fields["model"] = source.metadata.get("model")
         replaced = {"size": ("width", "height"), "seconds": ("num_frames",)}
-        for name in body.fields.keys() & replaced.keys():
+        for name in changed.keys() & replaced.keys():
             for old in replaced[name]:
                 fields.pop(old, None)
         uploads = dict(body.uploads)
-        given = {spoken.get(name, name) for name in (*uploads, *body.fields)}
+        given = {spoken.get(name, name) for name in (*uploads, *changed)}
         for name in pictures:
             if name in source.params and name not in given:
                 uploads[name] = self._recall(source, name)
         text = {k: v if isinstance(v, str) else str(v).lower() for k, v in fields.items() if v is not None}
-        whole = Body(fields=(text if body.form else fields) | body.fields, uploads=uploads, form=body.form)
+        # Also the nulls of the body, so that an unknown field is refused whatever its value is.
+        whole = Body(fields=body.fields | (text if body.form else fields) | changed, uploads=uploads, form=body.form)
         order = await self.read(whole, source.output)
-        if body.fields.keys().isdisjoint(("seconds", "num_frames", "fps")):
+        if changed.keys().isdisjoint(("seconds", "num_frames", "fps")):
             order = replace(order, seconds=source.metadata.get("seconds", order.seconds))  # as its client once said it
         return order
 

@@ -133,9 +133,14 @@ def error_response(
     code: str | None = None,
     headers: Mapping[str, str] | None = None,
 ) -> JSONResponse:
-    """The error object as a response."""
+    """The error object as a response. Half of a surrogate pair, which JSON lets through and UTF-8 not, is escaped."""
+    message, param = _printable(message), None if param is None else _printable(param)
     body = ErrorBody(error=ErrorObject(message=message, type=error_type(status), param=param, code=code))
     return JSONResponse(body.model_dump(), status_code=status, headers=dict(headers or {}))
+
+
+def _printable(text: str) -> str:
+    return text.encode(errors="backslashreplace").decode()
 
 
 def typed_response(error: TriptychError) -> JSONResponse:

@@ -13,13 +13,13 @@ from starlette.responses import JSONResponse, Response
 from triptych.api.body import read_body
 from triptych.api.context import Context
 from triptych.api.errors import CLIENT_CLOSED
-from triptych.api.orders import Order
+from triptych.api.orders import Order, picture_params
 from triptych.api.ready import need_schema
 from triptych.api.routes import STRICT, errors
 from triptych.api.shapes import ImageData, Images
 from triptych.api.views import timings_of
 from triptych.api.waiting import Waiting
-from triptych.errors import StageError
+from triptych.errors import BadRequest, StageError
 from triptych.server.records import JobRecord, StoredFile
 from triptych.wire.schema import RequestSchema
 
@@ -36,14 +36,14 @@ class ImageRoutes:
         self._waiting = Waiting(context.service)
 
     def add_to(self, app: FastAPI) -> None:
-        """Add the routes. An edit is a generation that starts from a picture: the model says whether it takes one."""
-        for path, summary in (
-            ("/v1/images/generations", "Make images and wait for them"),
-            ("/v1/images/edits", "Make images from a picture and wait for them"),
+        """Add the routes. An edit is a generation that must start from a picture."""
+        for path, handler, summary in (
+            ("/v1/images/generations", self.generate, "Make images and wait for them"),
+            ("/v1/images/edits", self.edit, "Make images from a picture and wait for them"),
         ):
             app.add_api_route(
                 path,
-                self.generate,
+                handler,
                 methods=["POST"],
                 summary=summary,
                 response_model=Images,
@@ -54,7 +54,19 @@ class ImageRoutes:
 
     async def generate(self, request: Request) -> Response:
         """Make ``n`` images of one prompt."""
+        return await self._made(request, await self._desk.read(await read_body(request), "image"))
+
+    async def edit(self, request: Request) -> Response:
+        """Make ``n`` images of one prompt and a picture. Raises `BadRequest` when there is none."""
         order = await self._desk.read(await read_body(request), "image")
+        if not order.images:
+            schema = need_schema(self._service)
+            takes_none = f"model {schema.model!r} ({schema.task}) takes no image"
+            reason = "is required for an edit" if picture_params(schema, "image") else takes_none
+            raise BadRequest("image", f"image: {reason}; or use POST /v1/images/generations", code="missing_field")
+        return await self._made(request, order)
+
+    async def _made(self, request: Request, order: Order) -> Response:
         async with self._jobs(request, need_schema(self._service), order) as jobs:
             assert order.timeouts is not None  # the desk has set them
             records = await self._waiting.outcome(request, jobs, order.timeouts.total + GRACE_SECONDS)

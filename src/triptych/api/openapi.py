@@ -11,11 +11,14 @@ from fastapi.openapi.utils import get_openapi
 from triptych.api.keys import OPEN
 from triptych.api.openapi_params import FILE, REFERENCE, nullable, property_of, seconds_schema, size_pattern
 from triptych.api.openapi_tasks import KINDS, UNKNOWN, remix_body, task_body
-from triptych.api.orders import MEDIA, RESPONSE_FORMATS, Output, accepted, picture_fields, spoken
+from triptych.api.orders import MEDIA, RESPONSE_FORMATS, Output, accepted, picture_fields, picture_params, spoken
 from triptych.api.timeouts import timeout_schemas
 from triptych.wire.schema import Param, RequestSchema
 
 _PICTURES: Final = "image/png, image/jpeg, image/webp"
+
+_EDITS: Final = "/v1/images/edits"
+"""Not in the document of a model that takes no pictures: no request would be accepted there."""
 
 _MEDIA_PATHS: Final = (
     "/v1/videos/{video_id}/content",
@@ -36,6 +39,7 @@ _BODIES: Final = frozenset(
     for what, forms in (
         ("Video", ("Request", "Form")),
         ("Image", ("Request", "Form")),
+        ("ImageEdit", ("Request", "Form")),
         ("VideoTask", ("", "Form")),
         ("ImageTask", ("", "Form")),
         ("Remix", ("", "Form")),
@@ -60,8 +64,11 @@ def describe(
     for name in ("HTTPValidationError", "ValidationError"):
         schemas.pop(name, None)
     _set_body(document, "/v1/videos", schema, "video")
-    for path in ("/v1/images/generations", "/v1/images/edits"):
-        _set_body(document, path, schema, "image")
+    _set_body(document, "/v1/images/generations", schema, "image")
+    if schema is None or picture_params(schema, "image"):
+        _set_body(document, _EDITS, schema, "image", edit=True)
+    else:
+        del document["paths"][_EDITS]
     for path, output in _TASK_PATHS.items():
         for kind, form in KINDS:
             _set_content(
@@ -89,10 +96,12 @@ def _need_keys(document: dict[str, Any]) -> None:
             operation["responses"]["401"] = {"description": "An API key is needed.", "content": body}
 
 
-def _set_body(document: dict[str, Any], path: str, schema: RequestSchema | None, output: Output) -> None:
+def _set_body(
+    document: dict[str, Any], path: str, schema: RequestSchema | None, output: Output, *, edit: bool = False
+) -> None:
     for kind, form in KINDS:
-        body = request_body(schema, output, form=bool(form))
-        _set_content(document, path, kind, f"{output.capitalize()}{form or 'Request'}", body)
+        body = request_body(schema, output, form=bool(form), edit=edit)
+        _set_content(document, path, kind, f"{output.capitalize()}{'Edit' * edit}{form or 'Request'}", body)
 
 
 def _set_content(document: dict[str, Any], path: str, kind: str, name: str, body: dict[str, Any]) -> None:
@@ -114,8 +123,8 @@ def _set_media(operation: dict[str, Any]) -> None:
     operation["responses"]["206"] = {"description": "The byte ranges that the Range header named.", "content": part}
 
 
-def request_body(schema: RequestSchema | None, output: Output, *, form: bool) -> dict[str, Any]:
-    """JSON Schema of a request for ``output``, as a form or as JSON."""
+def request_body(schema: RequestSchema | None, output: Output, *, form: bool, edit: bool = False) -> dict[str, Any]:
+    """JSON Schema of a request for ``output``, as a form or as JSON; of an ``edit``, which has a picture."""
     if schema is None:
         return UNKNOWN
     params = accepted(schema, output)
@@ -131,8 +140,9 @@ def request_body(schema: RequestSchema | None, output: Output, *, form: bool) ->
             if name not in params:
                 properties[name] = FILE if form else REFERENCE
                 exclusive.append([name, own])
-        if params[first].required:
-            body["anyOf"] = [{"required": ["input_reference"]}, {"required": [first]}]
+        needed = ["input_reference", first] if params[first].required else picture_fields(schema, output)
+        if params[first].required or edit:
+            body["anyOf"] = [{"required": [name], "properties": {name: properties[name]}} for name in needed]
     if not form:  # a form has no way to say null
         properties = {name: found if name in required else nullable(found) for name, found in properties.items()}
     pairs = [{"required": pair} for pair in exclusive if set(pair) <= properties.keys()]

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any, Final
 
-from triptych.api.validation import INT64_MAX
+from triptych.api.validation import ADAPTER_CHARACTERS, INT64_MAX
 from triptych.wire.schema import Param
 
 _ENUM_LIMIT: Final = 512
@@ -25,6 +26,9 @@ REFERENCE: Final[dict[str, Any]] = {
     ],
 }
 
+_SCALE: Final = r"[+-]?(?:0{0,2}[0-9](?:\.[0-9]{0,6})?|0?10(?:\.0{0,6})?|\.[0-9]{1,6})"
+"""Of an adapter: a number within `MAX_ADAPTER_SCALE` of 0."""
+
 _TYPES: Final = {"string": "string", "integer": "integer", "number": "number", "boolean": "boolean"}
 
 
@@ -38,8 +42,13 @@ def property_of(param: Param, *, form: bool = True) -> dict[str, Any]:
         case "images":
             return {"type": "array", "items": FILE if form else REFERENCE}
         case "adapters":
-            one = rf"({'|'.join(param.choices)})(:[+-]?[0-9](\.[0-9]{{1,6}})?)?"
-            return {"type": "string", "description": param.description, "pattern": f"^{one}$"}
+            pattern = _adapters(param.choices)
+            return {
+                "type": "string",
+                "description": param.description,
+                "pattern": pattern,
+                "maxLength": ADAPTER_CHARACTERS,
+            }
         case _:
             found: dict[str, Any] = {"type": _TYPES[param.type]}
     if param.description:
@@ -59,6 +68,14 @@ def property_of(param: Param, *, form: bool = True) -> dict[str, Any]:
     else:
         found |= _bounds(param)
     return found
+
+
+def _adapters(names: Sequence[str]) -> str:
+    """What `read_adapters` accepts: names of adapters, each once, each with a scale or none, and commas between."""
+    name = f"(?:{'|'.join(names)})"
+    one = f" *{name}(?::{_SCALE})? *"
+    again = rf"(?!(?:.*,)? *({name})(?::[^,]*)? *,(?:.*,)? *\1 *(?:[:,]|$))"
+    return f"^{again}{one}(?:,{one})*$"
 
 
 def _bounds(param: Param) -> dict[str, Any]:

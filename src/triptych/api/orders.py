@@ -18,7 +18,7 @@ from triptych.api.clips import clean_clip, clip_length
 from triptych.api.errors import BodyTooLarge, ModelNotFound
 from triptych.api.pictures import clean_picture
 from triptych.api.timeouts import TIMEOUTS, Timeouts
-from triptych.api.validation import bounded, check, nearest, read_number, read_text, refuse, unknown_field
+from triptych.api.validation import bounded, check, check_sides, nearest, read_number, read_text, refuse, unknown_field
 from triptych.core.cost import latent_bytes
 from triptych.errors import BadRequest
 from triptych.wire.schema import Param, RequestSchema
@@ -116,7 +116,7 @@ def read_order(schema: RequestSchema, body: Body, output: Output) -> Order:
     params = accepted(schema, output)
     _known_only(schema, output, [*body.fields, *body.uploads])
     response_format = _response_format(given.pop("response_format", None))
-    values = _size(params, given, form=body.form)
+    values = _size(params, given)
     duration = given.pop("seconds", None)
     uploads = _uploads(params, picture_fields(schema, output), body.uploads)
     for name, value in given.items():
@@ -174,7 +174,7 @@ def _response_format(value: Any) -> str:
     return value
 
 
-def _size(params: Mapping[str, Param], given: dict[str, Any], *, form: bool) -> dict[str, Any]:
+def _size(params: Mapping[str, Param], given: dict[str, Any]) -> dict[str, Any]:
     """Width and height out of ``size``, if that is given. Errors speak of the field that the client used."""
     value = given.pop("size", None)
     if value is None:
@@ -186,11 +186,7 @@ def _size(params: Mapping[str, Param], given: dict[str, Any], *, form: bool) -> 
     if found is None:
         refuse("size", value, "WIDTHxHEIGHT in pixels, e.g. '832x480'")
     sides = {"width": int(found[1]), "height": int(found[2])}
-    for name, side in sides.items():
-        try:
-            check(params[name], side, form=form)
-        except BadRequest as error:
-            raise BadRequest("size", f"size={value!r}: {error.message}") from error
+    check_sides("size", value, params, sides)
     return sides
 
 

@@ -19,8 +19,8 @@ def clean_picture(field: str, data: bytes) -> bytes:
     """The picture in ``data``, upright. Raises `BadRequest` unless it is a still PNG, JPEG or WebP file of at most
     8192 pixels a side and 50 million in all.
 
-    Only a picture that its camera marked as turned is decoded here, and then comes back as PNG; of the others head and
-    checksums are read, and the bytes stay as they are.
+    It is decoded whole, because a file that is cut short may have a sound head. One that its camera marked as turned
+    comes back as PNG; the bytes of the others stay as they are.
     """
     try:
         with warnings.catch_warnings():
@@ -29,8 +29,12 @@ def clean_picture(field: str, data: bytes) -> bytes:
                 _check_size(field, picture)
                 exif = Image.Exif()
                 exif.load(picture.info.get("exif", b""))
-                picture.verify()
-            return data if exif.get(ExifTags.Base.Orientation, 1) in (0, 1) else _upright(data)
+                picture.verify()  # checksums, which decoding does not look at
+            if exif.get(ExifTags.Base.Orientation, 1) not in (0, 1):
+                return _upright(data)
+            with Image.open(io.BytesIO(data), formats=FORMATS) as picture:
+                picture.load()
+            return data
     except (
         UnidentifiedImageError,
         OSError,

@@ -74,7 +74,12 @@ class References:
         if head is None:
             raise BadRequest(field, f"{field}={url[:40]!r}: must be a data URL of an image")
         rest = url[head.end() :]
-        return self._plain(field, rest) if head[1] else unquote_to_bytes(rest)
+        if head[1]:
+            return self._plain(field, rest)
+        try:
+            return unquote_to_bytes(rest)
+        except UnicodeEncodeError as error:
+            raise BadRequest(field, f"{field}: has half of a surrogate pair in its data URL") from error
 
     def _plain(self, field: str, text: str) -> bytes:
         try:

@@ -17,7 +17,7 @@ from typing import Any, Final, cast
 from triptych.api.body import Body
 from triptych.api.orders import Output, accepted, picture_params
 from triptych.api.timeouts import TIMEOUTS
-from triptych.api.validation import nearest, read_integer, read_text, refuse, unknown_field
+from triptych.api.validation import check_sides, nearest, read_integer, read_text, refuse, unknown_field
 from triptych.errors import BadRequest
 from triptych.wire.schema import RequestSchema
 
@@ -104,9 +104,13 @@ def read_fields(schema: RequestSchema, body: Body, output: Output) -> TaskFields
     fields: dict[str, Any] = {}
     names: dict[str, str] = {}
     save_path = _save_path(given.pop("save_result_path", None), output)
-    shape = _shape(schema, output, given, form=body.form)
+    spoken, shape = _shape(schema, output, given, form=body.form)
     uploads: dict[str, list[bytes]] = {}
-    for name, value in (shape | given).items():
+    for name, value in shape.items():
+        _place(fields, names, name, spoken, value)
+    if shape:
+        names["size"] = spoken  # in which the order speaks of both sides together
+    for name, value in given.items():
         _place(fields, names, _target(schema, output, name), name, value)
     for name, files in body.uploads.items():
         _place(uploads, names, _target(schema, output, name), name, files)
@@ -211,8 +215,8 @@ def _save_path(value: Any, output: Output) -> str:
     return text
 
 
-def _shape(schema: RequestSchema, output: Output, given: dict[str, Any], *, form: bool) -> dict[str, Any]:
-    """Height and width out of ``target_shape`` or ``aspect_ratio``, which leave ``given``."""
+def _shape(schema: RequestSchema, output: Output, given: dict[str, Any], *, form: bool) -> tuple[str, dict[str, int]]:
+    """Height and width out of ``target_shape`` or ``aspect_ratio``, which leave ``given``, and which of them it was."""
     shape, ratio = given.pop("target_shape", None), given.pop("aspect_ratio", None)
     if shape is not None and ratio is not None:
         raise BadRequest("aspect_ratio", "aspect_ratio and target_shape are both given; give one of them")
@@ -224,10 +228,14 @@ def _shape(schema: RequestSchema, output: Output, given: dict[str, Any], *, form
         values = cast("list[Any]", shape) if isinstance(shape, list) else str(shape).strip("[] ").split(",")
         if len(values) != 2:
             refuse("target_shape", str(shape), "[height, width]")
-        height, width = (read_integer("target_shape", side, form=form) for side in values)
-        return {"height": height, "width": width}
+        sides = {
+            name: read_integer("target_shape", side, form=form)
+            for name, side in zip(("height", "width"), values, strict=True)
+        }
+        check_sides("target_shape", list(sides.values()), params, sides)
+        return "target_shape", sides
     if ratio is None:
-        return {}
+        return "", {}
     found = _RATIO.fullmatch(ratio) if isinstance(ratio, str) else None
     if found is None or not int(found[1]) or not int(found[2]):
         refuse("aspect_ratio", ratio, "WIDTH:HEIGHT, e.g. '16:9'")
@@ -236,4 +244,4 @@ def _shape(schema: RequestSchema, output: Output, given: dict[str, Any], *, form
         raise BadRequest("aspect_ratio", f"aspect_ratio: {schema.model!r} has no size of its own; give target_shape")
     wide = int(found[1]) / int(found[2])
     tall = math.sqrt(height.default * width.default / wide)
-    return {"height": nearest(height, tall), "width": nearest(width, tall * wide)}
+    return "aspect_ratio", {"height": nearest(height, tall), "width": nearest(width, tall * wide)}

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from difflib import get_close_matches
 from typing import Any, Final, NoReturn, assert_never
 
@@ -33,7 +33,7 @@ _CAPS: Final[dict[str, tuple[float | None, float | None]]] = {
 
 _PROMPTS: Final = ("prompt", "negative_prompt")
 _PROMPT_CHARACTERS: Final = 32_000
-_ADAPTER_CHARACTERS: Final = 2_000
+ADAPTER_CHARACTERS: Final = 2_000
 
 _INTEGER = re.compile(r"[+-]?\d{1,20}")
 _NUMBER = re.compile(r"[+-]?(\d{1,20}(\.\d{0,20})?|\.\d{1,20})([eE][+-]?\d{1,3})?")
@@ -93,6 +93,15 @@ def check(param: Param, value: Any, *, form: bool, field: str | None = None) -> 
             assert_never(param.type)
 
 
+def check_sides(field: str, value: object, params: Mapping[str, Param], sides: Mapping[str, int]) -> None:
+    """Raise `BadRequest` unless ``sides``, read from ``value`` of ``field``, suit their parameters."""
+    for name, side in sides.items():
+        try:
+            check(params[name], side, form=False)
+        except BadRequest as error:
+            raise BadRequest(field, f"{field}={value!r}: {error.message}") from error
+
+
 def read_integer(field: str, value: Any, *, form: bool) -> int:
     """An integer within 64 bits; text only where ``form``."""
     if form and isinstance(value, str) and _INTEGER.fullmatch(value.strip()):
@@ -150,7 +159,7 @@ def _string(param: Param, field: str, value: Any) -> str:
 
 
 def _adapters(param: Param, field: str, value: Any) -> str:
-    text = read_text(field, value, _ADAPTER_CHARACTERS)
+    text = read_text(field, value, ADAPTER_CHARACTERS)
     try:
         read_adapters(text, param.choices)
     except ValueError as error:

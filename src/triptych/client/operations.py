@@ -9,11 +9,11 @@ from __future__ import annotations
 import base64
 import binascii
 import time
-from collections.abc import Callable, Generator, Mapping
+from collections.abc import Callable, Generator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, TypeAlias, TypeVar
+from typing import Any, TypeAlias, TypeVar, cast
 
 import httpx
 
@@ -32,6 +32,9 @@ from triptych.client.answers import (
 
 T = TypeVar("T")
 
+Pictures: TypeAlias = bytes | Sequence[bytes]
+"""The file of one picture, or those of several in their order."""
+
 CALL_SECONDS = 30.0
 """Deadline of a call that the server answers at once."""
 PATIENCE_SECONDS = 20.0
@@ -47,9 +50,9 @@ class Call:
     method: str
     path: str
     json: Mapping[str, Any] | None = None
-    form: Mapping[str, str] | None = None
-    upload: tuple[str, bytes] | None = None
-    """Form field and contents of a file sent with ``form``."""
+    form: Mapping[str, list[str]] | None = None
+    uploads: tuple[tuple[str, bytes], ...] = ()
+    """Form field and contents of each file sent with ``form``."""
     query: Mapping[str, str | int] | None = None
     save_to: Path | None = None
     seconds: float = CALL_SECONDS
@@ -74,15 +77,41 @@ def ask(call: Call) -> Steps[httpx.Response]:
     return response
 
 
-def create(prompt: str | None, image: bytes | None, params: Mapping[str, Any]) -> Steps[Job]:
+def post(path: str, fields: Mapping[str, Any], seconds: float = CALL_SECONDS) -> Call:
+    """The call that sends ``fields``, without those that are None: as JSON, or as a form where any holds bytes.
+
+    A field of bytes is a file, one of several bytes is several files of that name.
+    """
+    values = {name: _several(value) for name, value in fields.items() if value is not None}
+    if not any(isinstance(item, bytes) for items in values.values() for item in items):
+        given = {name: value for name, value in fields.items() if value is not None}
+        return Call(method="POST", path=path, json=given, seconds=seconds)
+    form: dict[str, list[str]] = {}
+    uploads: list[tuple[str, bytes]] = []
+    for name, items in values.items():
+        files = [item for item in items if isinstance(item, bytes)]
+        if len(files) == len(items):
+            uploads += [(name, data) for data in files]
+        else:
+            form[name] = [_word(item) for item in items]
+    return Call(method="POST", path=path, form=form, uploads=tuple(uploads), seconds=seconds)
+
+
+def _several(value: Any) -> list[Any]:
+    return list(cast("Sequence[Any]", value)) if isinstance(value, list | tuple) else [value]
+
+
+def _word(value: Any) -> str:
+    """A value as a form has it; bytes among addresses as an address, because a field is either text or files."""
+    if isinstance(value, bytes):
+        return f"data:;base64,{base64.b64encode(value).decode()}"
+    return str(value).lower() if isinstance(value, bool) else str(value)
+
+
+def create(prompt: str | None, image: Pictures | None, params: Mapping[str, Any]) -> Steps[Job]:
     """Start a video job. ``prompt``: None for a model that takes none."""
-    fields = {k: v for k, v in {"prompt": prompt, **params}.items() if v is not None}
-    if image is None:
-        call = Call(method="POST", path="/v1/videos", json=fields)
-    else:
-        form = {k: str(v).lower() if isinstance(v, bool) else str(v) for k, v in fields.items()}
-        call = Call(method="POST", path="/v1/videos", form=form, upload=("input_reference", image))
-    return read_job((yield from ask(call)))
+    fields = {"prompt": prompt, "input_reference": image, **params}
+    return read_job((yield from ask(post("/v1/videos", fields))))
 
 
 def retrieve(job_id: str) -> Steps[Job]:
@@ -180,7 +209,7 @@ def _progress(job: Job, elapsed: float, eta: float | None) -> Progress:
 def generate(
     prompt: str | None,
     *,
-    image: bytes | None,
+    image: Pictures | None,
     path: Path | None,
     timeout: float,
     on_progress: OnProgress | None,
@@ -215,11 +244,19 @@ def generate(
 
 def generate_images(prompt: str, timeout: float, params: Mapping[str, Any]) -> Steps[list[Result]]:
     """Images of one prompt; the server stops the work when the call is broken off."""
+    return _images("/v1/images/generations", {**params, "prompt": prompt}, timeout)
+
+
+def edit_images(
+    prompt: str, image: Pictures, mask: bytes | None, timeout: float, params: Mapping[str, Any]
+) -> Steps[list[Result]]:
+    """Images of one prompt and pictures; the server stops the work when the call is broken off."""
+    return _images("/v1/images/edits", {**params, "prompt": prompt, "image": image, "mask": mask}, timeout)
+
+
+def _images(path: str, fields: Mapping[str, Any], timeout: float) -> Steps[list[Result]]:
     begun = time.monotonic()
-    given = {k: v for k, v in params.items() if v is not None}
-    fields = {**given, "prompt": prompt, "response_format": "b64_json"}
-    call = Call(method="POST", path="/v1/images/generations", json=fields, seconds=timeout)
-    response = yield from ask(call)
+    response = yield from ask(post(path, {**fields, "response_format": "b64_json"}, timeout))
     answer = read_object(response)
     seconds = time.monotonic() - begun
     try:

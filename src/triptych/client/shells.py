@@ -14,7 +14,7 @@ import httpx
 
 from triptych.client import operations
 from triptych.client.answers import ClientTimeout, Job, Result, ServerUnreachable
-from triptych.client.operations import Call, OnProgress, Pause, Steps
+from triptych.client.operations import Call, OnProgress, Pause, Pictures, Steps
 
 T = TypeVar("T")
 
@@ -27,7 +27,8 @@ class Client:
 
     All calls have a deadline in seconds and raise `RequestRefused`, `ServerUnreachable` or `ClientTimeout`. Further
     keywords (``size``, ``num_frames``, ``num_inference_steps``, ``seed``, ...) go to the server as they are; it refuses
-    what it does not know, and `models` tells what it knows. ``api_key`` is for servers that ask for one.
+    what it does not know, and `models` tells what it knows. Bytes are sent as files: ``last_frame=...``, or several in
+    a list: ``reference_images=[..., ...]``. ``api_key`` is for servers that ask for one.
     """
 
     def __init__(self, base_url: str, *, api_key: str | None = None) -> None:
@@ -47,7 +48,7 @@ class Client:
         self,
         prompt: str | None,
         *,
-        image: bytes | None = None,
+        image: Pictures | None = None,
         path: Path | None = None,
         timeout: float = JOB_SECONDS,
         on_progress: OnProgress | None = None,
@@ -65,7 +66,13 @@ class Client:
         """Make one image, or ``n`` of them."""
         return self._run(operations.generate_images(prompt, timeout, params))
 
-    def create(self, prompt: str | None, *, image: bytes | None = None, **params: Any) -> Job:
+    def edit_images(
+        self, prompt: str, image: Pictures, *, mask: bytes | None = None, timeout: float = JOB_SECONDS, **params: Any
+    ) -> list[Result]:
+        """Make one image, or ``n`` of them, from a picture or several; within ``mask`` only, if that is given."""
+        return self._run(operations.edit_images(prompt, image, mask, timeout, params))
+
+    def create(self, prompt: str | None, *, image: Pictures | None = None, **params: Any) -> Job:
         """Start a video job and return at once."""
         return self._run(operations.create(prompt, image, params))
 
@@ -168,7 +175,7 @@ class AsyncClient:
         self,
         prompt: str | None,
         *,
-        image: bytes | None = None,
+        image: Pictures | None = None,
         path: Path | None = None,
         timeout: float = JOB_SECONDS,
         on_progress: OnProgress | None = None,
@@ -183,7 +190,13 @@ class AsyncClient:
         """See `Client.generate_images`."""
         return await self._run(operations.generate_images(prompt, timeout, params))
 
-    async def create(self, prompt: str | None, *, image: bytes | None = None, **params: Any) -> Job:
+    async def edit_images(
+        self, prompt: str, image: Pictures, *, mask: bytes | None = None, timeout: float = JOB_SECONDS, **params: Any
+    ) -> list[Result]:
+        """See `Client.edit_images`."""
+        return await self._run(operations.edit_images(prompt, image, mask, timeout, params))
+
+    async def create(self, prompt: str | None, *, image: Pictures | None = None, **params: Any) -> Job:
         """See `Client.create`."""
         return await self._run(operations.create(prompt, image, params))
 
@@ -259,9 +272,8 @@ def _arguments(call: Call) -> dict[str, Any]:
         arguments["json"] = dict(call.json)
     if call.form is not None:
         arguments["data"] = dict(call.form)
-    if call.upload is not None:
-        name, data = call.upload
-        arguments["files"] = {name: ("image", data)}
+    if call.uploads:
+        arguments["files"] = [(name, ("image", data)) for name, data in call.uploads]
     if call.query is not None:
         arguments["params"] = dict(call.query)
     return arguments

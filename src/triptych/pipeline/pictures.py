@@ -107,8 +107,8 @@ def _picture(name: str, data: bytes, mode: str, size: tuple[int, int] | None) ->
 
 def _grey(mask: Image.Image) -> Image.Image:
     """A mask whose white is made anew. Of one with transparency, as OpenAI's clients send it, that is what is clear."""
-    if "A" in mask.getbands():
-        alpha = mask.getchannel("A")
+    if mask.has_transparency_data:  # in a channel, or in the palette
+        alpha = mask.convert("RGBA").getchannel("A")
         if alpha.getextrema() != (255, 255):
             return ImageOps.invert(alpha)
     return mask.convert("L")
