@@ -53,6 +53,15 @@ def test_a_backend_that_is_not_there_is_refused_with_those_that_are(transformer:
         accelerate({"transformer": transformer}, device=CPU, dtype=torch.float32, profile="stock", backend="flash3")
 
 
+@pytest.mark.parametrize(("wish", "missing"), [("native,auto", []), ("auto", []), ("flash3,native", ["flash3"])])
+def test_a_wish_that_is_not_met_is_told_and_one_that_is_met_is_not(
+    transformer: WanTransformer3DModel, caplog: pytest.LogCaptureFixture, wish: str, missing: list[str]
+) -> None:
+    accelerate({"transformer": transformer}, device=CPU, dtype=torch.float32, profile="stock", backend=wish)
+    told = [record.getMessage() for record in caplog.records if record.levelname == "WARNING"]
+    assert told == [f"attention-backend {name} is not on this machine: transformer uses native" for name in missing]
+
+
 def test_a_named_backend_reaches_every_attention(transformer: WanTransformer3DModel) -> None:
     assert attention.use_backend(transformer, "native") == 4  # two blocks, self and cross
     names = {str(m.processor._attention_backend) for m in transformer.modules() if hasattr(m, "processor")}

@@ -106,6 +106,7 @@ COMMAND_ARGUMENTS: dict[str, dict[str, Any]] = {
         "--guidance-scale": None,
         "--seed": None,
         "--negative-prompt": None,
+        "--true-cfg-scale": None,
     },
     "doctor": {"--output-dir": "outputs", "--port": 30000, "--scheduler-port": 5555},
     "models": {"model": None},

@@ -16,3 +16,4 @@ _SPEC.loader.exec_module(_MODULE)
 house = _MODULE.house
 make_house = _MODULE.make_house
 picture = _MODULE.picture
+single_house = _MODULE.single_house

@@ -162,11 +162,20 @@ def test_the_parts_of_generate_can_be_called_alone(client: Client, tmp_path: Pat
         client.retrieve(job.id)
 
 
-def test_images_come_in_order_of_their_seeds(client: Client) -> None:
+def test_images_that_one_job_makes_have_its_seed(client: Client) -> None:
     images = client.generate_images("a cat", n=2, seed=7, output_format="png")
-    assert [image.seed for image in images] == [7, 8]
+    assert [image.seed for image in images] == [7, 7]
     assert all(image.read().startswith(b"\x89PNG") for image in images)
     assert images[0].media_type == "image/png"
+
+
+@pytest.mark.parametrize("first", [7, 2**63 - 1])
+def test_images_of_a_job_each_come_in_order_of_the_seeds_that_made_them(single_house: Any, first: int) -> None:
+    with Client(single_house.url) as client:
+        images = client.generate_images("a cat", n=2, seed=first)
+    seeds = [image.seed for image in images]
+    assert seeds == [first, (first + 1) % 2**63]
+    assert sorted(params["seed"] for params, _ in single_house.seen[-2:]) == sorted(seeds)
 
 
 def test_a_picture_travels_as_a_form(client: Client, house: Any) -> None:

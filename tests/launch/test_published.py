@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 from pathlib import Path
 from typing import Any
@@ -74,12 +75,25 @@ def test_an_image_model_s_single_frame_is_no_default(tmp_path: Path) -> None:
     assert any("num_frames: is not needed, an image has one frame" in note for note in found.notes)
 
 
-def test_guidance_can_be_turned_off(tmp_path: Path) -> None:
-    assert reading(tmp_path, enable_cfg=False).values["default"]["guidance_scale"] == 1.0
+def test_guidance_can_be_turned_off_whatever_the_model_calls_it(tmp_path: Path) -> None:
+    """A scale may be no classifier-free guidance, and only the loaded model knows."""
+    assert reading(tmp_path).values["default"].get("cfg") is None
+    found = reading(tmp_path, enable_cfg=False).values["default"]
+    assert (found["cfg"], found["guidance_scale"]) == (False, 5)
 
 
-def test_offloading_is_not_promised_in_silence(tmp_path: Path) -> None:
-    assert any("cpu_offload: is not done" in note for note in reading(tmp_path, cpu_offload=True).notes)
+def test_two_scales_are_for_high_and_for_low_noise(tmp_path: Path) -> None:
+    found = reading(tmp_path, sample_guide_scale=[4.0, 3.0]).values["default"]
+    assert (found["guidance_scale"], found["guidance_scale_2"]) == (4.0, 3.0)
+
+
+@pytest.mark.parametrize("role", ["encoder", "transformer", "decode"])
+def test_weights_wait_in_host_memory(tmp_path: Path, role: str) -> None:
+    changes = {"disagg_mode": role, "cpu_offload": True, "dit_original_ckpt": None}
+    args = dataclasses.replace(reading(tmp_path, **changes).server_args(), model_path="tiny")
+    config = args.instance_config(default_device="cuda")
+    assert config.model.offload == {config.roles[0]: "model"}
+    assert len(config.roles) == 1
 
 
 def test_a_kernel_of_the_other_system_is_a_wish(tmp_path: Path) -> None:
@@ -107,6 +121,8 @@ def test_the_connection_is_taken_over_as_far_as_there_is_one(tmp_path: Path) -> 
         ({"target_height": 720}, "size=480: another key says 720"),
         ({"infer_step": 4}, "did you mean infer_steps"),
         ({"enable_cfg": 1}, "enable_cfg 1: must be true or false"),
+        ({"cpu_offload": "no"}, "cpu_offload 'no': must be true or false"),
+        ({"sample_guide_scale": [4.0]}, "sample_guide_scale [4.0]: must be [guidance_scale, guidance_scale_2]"),
         ({"self_attn_1_type": 7}, "self_attn_1_type 7"),
         ({"disagg_config": {"protocol": "udp"}}, "protocol 'udp': must be tcp or rdma"),
         ({"disagg_config": {"metadata_server": "etcd"}}, "metadata_server 'etcd': must be P2PHANDSHAKE"),

@@ -111,18 +111,9 @@ def test_each_choice_gives_the_bytes_of_the_classic_pipeline_with_it(trio: Trio,
 
 def test_interleaved_requests_keep_their_own_adapters(trio: Trio) -> None:
     alone = [trio.generate({**REQUEST, "lora": text})[0].frames for text, _, _ in CASES]
-    inboxes = [trio.encoded({**REQUEST, "lora": text}) for text, _, _ in CASES]
-    runs = [
-        trio.start(Role.DENOISER, {**REQUEST, "lora": text}, inbox)
-        for (text, _, _), inbox in zip(CASES, inboxes, strict=True)
-    ]
-    for _ in range(REQUEST["num_inference_steps"]):
-        for run, inbox in zip(runs, inboxes, strict=True):
-            if (result := run.advance()) is not None:
-                post(result, inbox)
-    for (text, _, _), inbox, lone in zip(CASES, inboxes, alone, strict=True):
-        (clip,) = trio.stage(Role.DECODER, {**REQUEST, "lora": text}, inbox).clips
-        assert np.array_equal(clip.frames, lone), text
+    together = interleaved(trio, [{**REQUEST, "lora": text} for text, _, _ in CASES])
+    for (text, _, _), frames, lone in zip(CASES, together, alone, strict=True):
+        assert np.array_equal(frames, lone), text
 
 
 def test_adapters_are_set_only_when_they_change(trio: Trio, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -262,6 +253,59 @@ def test_replayed_pipelines_switch_adapters_too(classic_checkpoint: Checkpoint, 
     assert np.array_equal(clip.frames, wanted)
     assert not np.array_equal(plain, wanted)
     assert np.array_equal(trio.generate({**request, "seed": 4})[0].frames, plain)
+    made = interleaved(trio, [{**request, "seed": 4, "lora": text} for text in ("fox", None, "fox:-1")])
+    assert np.array_equal(made[0], wanted)
+    assert np.array_equal(made[1], plain)
+    assert not np.array_equal(made[2], wanted)
+
+
+def interleaved(trio: Trio, requests: list[dict[str, Any]]) -> list[np.ndarray[Any, Any]]:
+    """Frames of requests whose denoisers take turns, a step each."""
+    inboxes = [trio.encoded(request) for request in requests]
+    waiting = [
+        (trio.start(Role.DENOISER, request, inbox), inbox) for request, inbox in zip(requests, inboxes, strict=True)
+    ]
+    while waiting:
+        for turn in list(waiting):
+            if (result := turn[0].advance()) is not None:
+                post(result, turn[1])
+                waiting.remove(turn)
+    return [
+        trio.stage(Role.DECODER, request, inbox).clips[0].frames
+        for request, inbox in zip(requests, inboxes, strict=True)
+    ]
+
+
+def layer_of(model: Any, ending: str) -> dict[str, tuple[int, int]]:
+    """The first linear layer whose name ends so, with its sides."""
+    name, linear = next((name, module) for name, module in model.named_modules() if name.endswith(ending))
+    return {name: (linear.out_features, linear.in_features)}
+
+
+def test_an_adapter_may_be_at_work_in_a_text_encoder_too(classic_checkpoint: Checkpoint, tmp_path: Path) -> None:
+    """Its two parts go to roles that are apart."""
+    from diffusers import DiffusionPipeline
+
+    folder = classic_checkpoint("stable_diffusion")
+    probe: Any = DiffusionPipeline.from_pretrained(str(folder))
+    probe.set_progress_bar_config(disable=True)
+    denoiser = tensors(5, layer_of(probe.unet, "attn1.to_q"), "unet.")
+    text = tensors(6, layer_of(probe.text_encoder, "q_proj"), "text_encoder.")
+    loras = [Lora(name=name, path=str(tmp_path / f"{name}.safetensors")) for name in ("both", "half")]
+    save_file(denoiser | text, loras[0].path)
+    save_file(denoiser, loras[1].path)
+    probe.load_lora_weights(loras[0].path, adapter_name="both")
+    request = dict(REQUESTS["stable_diffusion"])
+    generator = torch.Generator("cpu").manual_seed(4)
+    wanted = frames_of(probe(**request, generator=generator, output_type="pil").images[:1])
+    config = ModelConfig(path=str(folder), device="cpu", loras=tuple(loras))
+    trio = Trio.of({role: load_pipeline(config, (role,), "cpu") for role in ROLES})  # type: ignore[misc]
+    both, half, plain = (
+        trio.generate({**request, "seed": 4, "lora": text})[0].frames for text in ("both", "half", None)
+    )
+    assert np.array_equal(both, wanted)
+    assert not np.array_equal(both, half)
+    assert not np.array_equal(half, plain)
 
 
 @pytest.fixture(scope="module")

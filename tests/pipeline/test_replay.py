@@ -42,6 +42,7 @@ def test_three_roles_give_the_bytes_of_the_whole_pipeline(
     [
         ("cogvideox_t2v", {"guidance_scale": 1.0, "width": 48, "num_frames": 5}),
         ("hunyuan_video", {"n": 2, "num_inference_steps": 1}),
+        ("hunyuan_video", {"negative_prompt": "bad dog", "true_cfg_scale": 3.0, "num_inference_steps": 2}),
         ("cogvideox_i2v", {"guidance_scale": 1.0, "height": 48, "num_frames": 17}),
         ("svd", {"guidance_scale": 1.0, "num_frames": 2, "fps": 12}),
         ("sdxl", {"n": 2, "guidance_scale": 1.0, "width": 64}),

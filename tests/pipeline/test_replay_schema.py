@@ -9,10 +9,10 @@ import pytest
 import torch
 from PIL import Image
 
-from triptych.errors import BadRequest
+from triptych.errors import BadRequest, ConfigError
 from triptych.pipeline.anatomy import anatomy_of
 from triptych.pipeline.replay_schema import build_replay_schema, call_arguments
-from triptych.pipeline.request import complete
+from triptych.pipeline.request import complete, with_defaults
 from triptych.pipeline.schema import Settings
 from triptych.wire.schema import RequestSchema
 
@@ -137,6 +137,59 @@ def test_parameters_become_arguments_under_the_pipelines_own_names() -> None:
         "height": 64, "width": 128, "num_frames": 5, "num_inference_steps": 25, "max_guidance_scale": 2.5, "fps": 9,
         "num_videos_per_prompt": 1, "output_type": "pt",
     }  # fmt: skip
+
+
+def guided(name: str, **defaults: Any) -> RequestSchema:
+    return with_defaults(schema_of(name, Facts(vae_scale_factor=8)), defaults)
+
+
+def test_a_negative_prompt_is_refused_where_its_guidance_is_off_and_not_ignored() -> None:
+    """HunyuanVideo's and Flux's guidance_scale is a condition of the model, next to which guidance proper is off."""
+    for name in ("HunyuanVideoPipeline", "FluxImg2ImgPipeline"):
+        schema, request = guided(name), {"prompt": "a cat", "image": {"blob": 0}, "negative_prompt": "dog"}
+        request = {key: value for key, value in request.items() if schema.param(key) is not None}
+        with pytest.raises(BadRequest, match="negative_prompt: is of no use without true_cfg_scale"):
+            complete(schema, request)
+        params = complete(schema, request | {"true_cfg_scale": 2.5})
+        arguments, _ = call_arguments(anatomy_of(diffusers_class(name)), params, [picture()])
+        assert (arguments["negative_prompt"], arguments["true_cfg_scale"]) == ("dog", 2.5)
+        assert arguments["guidance_scale"] == params["guidance_scale"]
+    with pytest.raises(ConfigError, match="--default negative_prompt: is of no use without one of true_cfg_scale"):
+        guided("HunyuanVideoPipeline", negative_prompt="dog")
+    assert complete(guided("HunyuanVideoPipeline", negative_prompt="dog", true_cfg_scale=4), {"prompt": "a cat"})
+
+
+def test_guidance_that_is_on_by_itself_can_be_turned_off() -> None:
+    schema = guided("HunyuanSkyreelsImageToVideoPipeline")
+    request = {"prompt": "a cat", "negative_prompt": "dog", "image": {"blob": 0}}
+    assert complete(schema, request)["true_cfg_scale"] == 6.0
+    anatomy = anatomy_of(diffusers_class("HunyuanSkyreelsImageToVideoPipeline"))
+    arguments, _ = call_arguments(anatomy, complete(schema, request | {"true_cfg_scale": 1.0}), [picture()])
+    assert arguments["true_cfg_scale"] == 1.0
+    off = {param.name: param.default for param in guided("HunyuanSkyreelsImageToVideoPipeline", cfg=False).params}
+    assert (off["true_cfg_scale"], off["guidance_scale"]) == (1.0, 1.0)
+
+
+def test_a_scale_that_a_pipeline_never_reads_is_not_offered() -> None:
+    """Chroma's signature has Flux's second scale, but its guidance goes by the first."""
+    schema = guided("ChromaInpaintPipeline")
+    assert schema.param("true_cfg_scale") is None
+    assert schema.param("negative_prompt") is not None
+
+
+@pytest.mark.parametrize(
+    ("name", "scale"),
+    [
+        ("MochiPipeline", 0.0),
+        ("LDMTextToImagePipeline", 1.0),
+        ("HunyuanVideoPipeline", 6.0),
+        ("FluxImg2ImgPipeline", 7.0),
+    ],
+)
+def test_guidance_turned_off_for_all_leaves_a_condition_of_the_model_alone(name: str, scale: float) -> None:
+    found = {param.name: param.default for param in guided(name, cfg=False, guidance_scale_2=3.0).params}
+    assert found["guidance_scale"] == scale
+    assert found.get("true_cfg_scale") is None
 
 
 def test_without_a_seed_every_request_draws_its_own() -> None:

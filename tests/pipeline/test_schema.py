@@ -16,7 +16,7 @@ from triptych.ids import ROLES, Role
 from triptych.models import EMBEDDED
 from triptych.pipeline.load import load_pipeline
 from triptych.pipeline.modular import ModularRolePipeline
-from triptych.pipeline.request import complete
+from triptych.pipeline.request import complete, with_defaults
 from triptych.wire.schema import RequestSchema
 
 Get = Callable[[str], ModularRolePipeline]
@@ -223,6 +223,18 @@ def test_defaults_of_the_launch_stand_in_the_schema() -> None:
     assert found["guidance_scale"] == 4.0, "the model's own"
 
 
+@pytest.mark.parametrize(("family", "scale"), [("wan_t2v", 1.0), ("z_image", 0.0), ("flux", 3.5)])
+def test_guidance_can_be_off_where_a_request_does_not_ask_for_it(loaded: Get, family: str, scale: float) -> None:
+    """Z-Image's own scale begins at 0; Flux has a condition of the model under that name, which stays."""
+    schema = with_defaults(loaded(family).schema, {"cfg": False, "guidance_scale_2": 3.0})
+    found = schema.param("guidance_scale")
+    assert found is not None
+    assert found.default == scale
+    again = with_defaults(loaded(family).schema, {"cfg": True, "guidance_scale": 7.0}).param("guidance_scale")
+    assert again is not None
+    assert again.default == 7.0
+
+
 @pytest.mark.parametrize(
     ("name", "value", "reason"),
     [
@@ -230,6 +242,7 @@ def test_defaults_of_the_launch_stand_in_the_schema() -> None:
         ("num_inference_steps", 1000, "must lie between 1 and 100"),
         ("guidance_scale", "high", "must be of type number"),
         ("prompt", "a cat", "has defaults of negative_prompt, height"),
+        ("cfg", 0, "must be true or false"),
         ("n", 2, "has defaults of"),
         ("steps", 20, "WanPipeline has defaults of"),
     ],

@@ -77,13 +77,12 @@ def accelerate(
         done += [_batching(name, model, batcher) for name, model in text_encoders.items()]
     if prompts is not None:
         done += [_prompts(name, model, prompts) for name, model in text_encoders.items()]
-    wish, backend = backend, attention.preferred(backend, device)
+    wish, backend = backend.partition(",")[0], attention.preferred(backend, device)
     denoisers = {name: model for name, model in modules.items() if quant.repeated_blocks(model)}
     for name, model in denoisers.items():
         done += _attention(name, model, device, dtype, profile, backend, cache_dir, agree)
         if backend != wish:
-            first = wish.partition(",")[0]
-            log.warning("attention-backend %s is not on this machine: %s uses %s", first, name, attention.in_use(model))
+            log.warning("attention-backend %s is not on this machine: %s uses %s", wish, name, attention.in_use(model))
         if profile == "fast" and name not in quantised:
             layers = quant.quantise([model], "fp8", device)
             done.append(Technique(name=f"{name}: fp8", on=True, why=f"{layers} linear layers"))

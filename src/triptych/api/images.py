@@ -17,6 +17,7 @@ from triptych.api.orders import Order, picture_params
 from triptych.api.ready import need_schema
 from triptych.api.routes import STRICT, errors
 from triptych.api.shapes import ImageData, Images
+from triptych.api.validation import INT64_MAX
 from triptych.api.views import timings_of
 from triptych.api.waiting import Waiting
 from triptych.errors import BadRequest, StageError
@@ -75,7 +76,7 @@ class ImageRoutes:
             files = [file for record in records for file in record.files]  # more where an output has layers
             if len(files) < order.count:
                 raise StageError(f"{order.count} images were asked for and {len(files)} were made")
-            data = await self._data(request, order, files)
+            data = await self._data(request, order, records)
         if order.response_format == "b64_json":
             for record in records:
                 await self._waiting.forget(record.id)
@@ -86,7 +87,7 @@ class ImageRoutes:
         """The jobs of an order, gone again with everything that they made unless the block ends well.
 
         A pipeline that makes several images of one prompt gets one job; else every image is a job of its own, with
-        the next seed, and instances share them.
+        the next seed (0 after the largest), and instances share them.
         """
         shared = schema.param("n") is not None
         jobs: list[JobRecord] = []
@@ -94,7 +95,7 @@ class ImageRoutes:
             for index in range(1 if shared else order.count):
                 params = dict(order.params)
                 if index and "seed" in params:
-                    params["seed"] += index
+                    params["seed"] = (params["seed"] + index) % (INT64_MAX + 1)
                 jobs.append(await self._desk.submit(request, order, "image", params=params, part=index))
             yield jobs
         except BaseException:
@@ -102,12 +103,19 @@ class ImageRoutes:
                 await self._waiting.forget(job.id)
             raise
 
-    async def _data(self, request: Request, order: Order, files: Sequence[StoredFile]) -> list[ImageData]:
-        if order.response_format == "url":
-            base = str(request.base_url)
-            return [ImageData(url=f"{base}v1/files/{file.name}", b64_json=None, revised_prompt=None) for file in files]
-        pixels = [await to_thread.run_sync(lambda file=file: file.fetch().read_bytes()) for file in files]
-        return [ImageData(url=None, b64_json=base64.b64encode(data).decode(), revised_prompt=None) for data in pixels]
+    async def _data(self, request: Request, order: Order, records: Sequence[JobRecord]) -> list[ImageData]:
+        found: list[ImageData] = []
+        for record in records:
+            seed = record.params.get("seed")
+            for file in record.files:
+                url, pixels = None, None
+                if order.response_format == "url":
+                    url = f"{request.base_url}v1/files/{file.name}"
+                else:
+                    data = await to_thread.run_sync(lambda file=file: file.fetch().read_bytes())
+                    pixels = base64.b64encode(data).decode()
+                found.append(ImageData(url=url, b64_json=pixels, revised_prompt=None, seed=seed))
+        return found
 
 
 def _images(order: Order, records: Sequence[JobRecord], first: StoredFile, data: list[ImageData]) -> Images:

@@ -132,6 +132,9 @@ class ImageData(Shape):
     b64_json: str | None
     revised_prompt: str | None
 
+    seed: int | None
+    """Of the job that made it. Where one job made several images, they are made again together."""
+
 
 class Images(Shape):
     """The images of one request."""
@@ -142,7 +145,7 @@ class Images(Shape):
     size: str
 
     seed: int | None
-    """Of the first image; the others follow from it."""
+    """Of the first image."""
     timings: list[list[Timing]]
     """One list for each job that made them."""
 

@@ -185,6 +185,9 @@ def _generate(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--guidance-scale", type=float, metavar="G")
     parser.add_argument("--seed", type=int, metavar="N")
     parser.add_argument("--negative-prompt", metavar="TEXT")
+    parser.add_argument(
+        "--true-cfg-scale", type=float, metavar="G", help="for models where --guidance-scale is not about it"
+    )
 
 
 def _doctor(parser: argparse.ArgumentParser) -> None:

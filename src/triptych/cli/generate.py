@@ -44,6 +44,7 @@ def _wishes(args: argparse.Namespace) -> dict[str, Any]:
         "guidance_scale": args.guidance_scale,
         "seed": args.seed,
         "negative_prompt": args.negative_prompt,
+        "true_cfg_scale": args.true_cfg_scale,
     }
 
 

@@ -101,6 +101,7 @@ class Result:
     path: Path | None
     media_type: str
     seed: int | None
+    """Asking again with it makes the same; images that one job made together have one seed, and need the same ``n``."""
     seconds: float
     """From the request to the end of the download, as the caller saw it."""
     timings: list[dict[str, Any]]

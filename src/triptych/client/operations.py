@@ -260,9 +260,9 @@ def _images(path: str, fields: Mapping[str, Any], timeout: float) -> Steps[list[
     answer = read_object(response)
     seconds = time.monotonic() - begun
     try:
-        pictures = [base64.b64decode(item["b64_json"], validate=True) for item in answer["data"]]
+        pictures = [(base64.b64decode(item["b64_json"], validate=True), item["seed"]) for item in answer["data"]]
         timings = [timing for job in answer["timings"] for timing in job]
-        kind, seed = answer["output_format"], answer["seed"]
+        kind = answer["output_format"]
     except (KeyError, TypeError, binascii.Error) as error:
         text = f"the server's images cannot be read: {error!r}"
         raise RequestRefused(text, http_status=response.status_code, param=None, error_code=None) from error
@@ -272,11 +272,11 @@ def _images(path: str, fields: Mapping[str, Any], timeout: float) -> Steps[list[
             data=data,
             path=None,
             media_type=f"image/{kind}",
-            seed=None if seed is None else seed + index,
+            seed=seed,
             seconds=seconds,
             timings=timings,
         )
-        for index, data in enumerate(pictures)
+        for data, seed in pictures
     ]
 
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 from triptych.config.checks import LOOPBACK, METRICS_OFFSET, MIB, parse_tcp_url
 from triptych.config.instance import InstanceConfig, TransferConfig, TransferKind
 from triptych.config.model import (
+    CFG,
     DeviceType,
     DTypeName,
     Lora,
@@ -22,6 +23,7 @@ from triptych.config.model import (
 from triptych.config.server import KEY_PREFIX, DispatchPolicy, RouterConfig, ServerConfig
 
 __all__ = [
+    "CFG",
     "KEY_PREFIX",
     "LOOPBACK",
     "METRICS_OFFSET",

@@ -22,6 +22,9 @@ Quantisation = Literal["none", "fp8", "int8"]
 
 Offload = Literal["none", "model", "block", "layer"]
 
+CFG = "cfg"
+"""Among defaults of requests, the name of the switch of classifier-free guidance, whatever a model calls its scales."""
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Shape:
@@ -93,7 +96,8 @@ class ModelConfig:
     attention_backend: str = "auto"
     """auto, or a backend by name (`triptych.accel.attention`)."""
     defaults: dict[str, bool | int | float | str] = field(default_factory=dict[str, "bool | int | float | str"])
-    """Request parameter to its value where a request does not say it, in place of the model's own (``--default``)."""
+    """Request parameter to its value where a request does not say it, in place of the model's own (``--default``), and
+    `CFG` to whether there is classifier-free guidance where a request does not ask for it."""
     quant: dict[Role, Quantisation] = field(default_factory=dict[Role, Quantisation])
     """Linear layers of a role's transformers in FP8 or INT8; lossy. Roles that are not named keep theirs."""
     offload: dict[Role, Offload] = field(default_factory=dict[Role, Offload])

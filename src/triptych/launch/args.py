@@ -235,14 +235,14 @@ class ServerArgs:
                 defaults=self.default,
                 profile=self.profile,
                 attention_backend=self.attention_backend,
-                quant={role: kind for role, kind in self.quant.items() if kind != "none"},
+                quant=self._own(self.quant),
                 prompt_cache_bytes=self.prompt_cache,
                 batching=self.batching,
                 batch_guidance=self.batch_guidance,
                 step_cache=self.step_cache,
                 warmup=self.warmup,
                 cache_dir=None if self.cache_dir is None else Path(self.cache_dir),
-                offload={role: kind for role, kind in self.offload.items() if kind != "none"},
+                offload=self._own(self.offload),
                 vae_tiling=self.vae_tiling,
                 vae_slicing=self.vae_slicing,
                 loras=self.lora,
@@ -267,11 +267,15 @@ class ServerArgs:
             insecure=self.insecure,
         )
 
+    def _own(self, kinds: Mapping[Role, Any]) -> dict[Role, Any]:
+        """What of ``kinds`` this process does to its own roles."""
+        return {role: kind for role, kind in kinds.items() if role in self.roles and kind != "none"}
+
     def _check_memory(self) -> None:
         """Refuse what would change nothing in this process."""
         for flag, kinds in (("--quant", self.quant), ("--offload", self.offload)):
             for role, kind in kinds.items():
-                if role not in self.roles and kind != "none":
+                if role not in self.roles and kind != "none" and not _said_of_all(kinds):
                     raise ConfigError(f"{flag} {role}={kind}: this instance serves {', '.join(self.roles)} only")
         if self.device == "cpu" and any(kind != "none" for kind in self.offload.values()):
             raise ConfigError("--offload: needs --device cuda; on the CPU all weights are in host memory")
@@ -306,3 +310,8 @@ class ServerArgs:
         said = {option.name: getattr(self, option.name) for option in OPTIONS if option.name in self.given}
         said = {name: value for name, value in said.items() if kind in BY_NAME[name].kinds} | overrides
         return [w for option in OPTIONS if said.get(option.name) is not None for w in option.words(said[option.name])]
+
+
+def _said_of_all(kinds: Mapping[Role, str]) -> bool:
+    """Whether one kind was said of all roles, and so of whichever are here."""
+    return kinds.keys() == set(ROLES) and len(set(kinds.values())) == 1

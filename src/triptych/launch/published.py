@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, Final
 
-from triptych.config import LOOPBACK
+from triptych.config import CFG, LOOPBACK
 from triptych.errors import ConfigError
 from triptych.launch.options import BY_NAME
 from triptych.launch.readers import read_switch, refuse
@@ -29,6 +29,12 @@ DEFAULTS: Final[Mapping[str, str]] = {
     "fps": "fps",
 }
 """Key to the request parameter whose default it sets."""
+
+PAIRS: Final[Mapping[str, tuple[str, str]]] = {
+    "size": ("height", "width"),
+    "sample_guide_scale": ("guidance_scale", "guidance_scale_2"),
+}
+"""Key to the parameters that a list of two sets; of a model with two transformers, the one for high noise is first."""
 
 ATTENTION: Final = ("self_attn_1_type", "attn_type", "cross_attn_1_type", "cross_attn_2_type")
 """Keys that name an attention kernel; the first one present decides."""
@@ -97,8 +103,8 @@ def read_published(entries: Mapping[str, Any], label: str) -> Reading:
         reading.options["disagg_role"] = ROLES[mode]
     if "dit_original_ckpt" in entries:
         reading.options["component"] = {"transformer": entries["dit_original_ckpt"]}
-    if entries.get("cpu_offload", False) is not False:
-        reading.notes.append(f"{label}: cpu_offload: is not done; a role's weights stay on its device")
+    if "cpu_offload" in entries and read_switch(f"{label}: cpu_offload", entries["cpu_offload"]):
+        reading.options["offload"] = "model"
     _attention(entries, label, reading)
     _connection(entries.get("disagg_config", {}), label, reading)
     for key in entries.keys() & NOT_NEEDED.keys():
@@ -115,20 +121,22 @@ def _defaults(entries: Mapping[str, Any], label: str, reading: Reading) -> dict[
             raise ConfigError(f"{label}: {key}={value!r}: another key says {found[name]!r}")
 
     for key, name in DEFAULTS.items():
-        if key not in entries:
+        if key not in entries or (key in PAIRS and isinstance(entries[key], list)):
             continue
         if name == "num_frames" and entries[key] == 1:
             reading.notes.append(f"{label}: {key}: is not needed, an image has one frame")
         else:
             put(key, name, entries[key])
-    if "size" in entries:
-        size = entries["size"]
-        if not isinstance(size, list) or len(size) != 2:
-            raise refuse(f"{label}: size", size, "[height, width]")
-        put("size", "height", size[0])
-        put("size", "width", size[1])
+    for key, names in PAIRS.items():
+        if key not in entries or (key in DEFAULTS and not isinstance(entries[key], list)):
+            continue
+        pair = entries[key]
+        if not isinstance(pair, list) or len(pair) != 2:
+            raise refuse(f"{label}: {key}", pair, f"[{', '.join(names)}]")
+        for name, value in zip(names, pair, strict=True):
+            put(key, name, value)
     if "enable_cfg" in entries and not read_switch(f"{label}: enable_cfg", entries["enable_cfg"]):
-        found["guidance_scale"] = 1.0  # at which the conditional prediction alone counts
+        found[CFG] = False
     return found
 
 

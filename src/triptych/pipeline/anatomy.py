@@ -106,10 +106,12 @@ class _Reading:
             for name, parameter in inspect.signature(kind.__init__).parameters.items()
             if name != "self" and (parameter.default is None or parameter.default is inspect.Parameter.empty)
         }
+        ignored = frozenset(_ignored(self.call))
         self.parameters = {
             name: parameter.default
             for name, parameter in inspect.signature(kind.__call__).parameters.items()
             if name not in ("self", "kwargs", "args", *_overruled(self.call))
+            if parameter.default is inspect.Parameter.empty or name not in ignored
         }
         self.loops = _step_loops(self.call) if self.call is not None else []
         self.autoencoders = {name for name in self.components if _is_autoencoder(name)}
@@ -235,6 +237,15 @@ def _overruled(call: ast.FunctionDef | None) -> Iterator[str]:
     for statement in call.body if call is not None else ():
         if isinstance(statement, ast.Assign) and isinstance(statement.value, ast.Constant):
             yield from (target.id for target in statement.targets if isinstance(target, ast.Name))
+
+
+def _ignored(call: ast.FunctionDef | None) -> Iterator[str]:
+    """Parameters that a call has and never looks at."""
+    if call is None:
+        return
+    seen = {node.id for statement in call.body for node in ast.walk(statement) if isinstance(node, ast.Name)}
+    if "locals" not in seen:
+        yield from (argument.arg for argument in (*call.args.args, *call.args.kwonlyargs) if argument.arg not in seen)
 
 
 def _step_loops(call: ast.FunctionDef) -> list[ast.For | ast.While]:

@@ -63,6 +63,8 @@ class Family:
     """Parameters of this class alone, under the names of its inputs."""
     guidance_offset: float = 0.0
     """Added to the client's guidance scale to get the guider's: 1 where the classic formula is ``c + s * (c - u)``."""
+    guidance_least: float = 0.0
+    """The least scale that a call takes as its argument, at which there is no guidance."""
     encoder_needs_guider: bool = False
     """The text block leaves its negative embeddings unset when its guider is off, so the guider stays on there."""
     text_length: int | None = None
@@ -243,6 +245,9 @@ FAMILIES: dict[str, Family] = {
         encoder_needs_guider=True,
     ),
     "ZImageModularPipeline": Family(preset=Preset(height=1024, width=1024, guidance_scale=0.0), guidance_offset=1.0),
+    # Guidance is off at 1 alone; below it the prompt steers away from itself.
+    "Cosmos3OmniModularPipeline": Family(guidance_least=1.0),
+    "LDMTextToImagePipeline": Family(guidance_least=1.0),
 }
 
 

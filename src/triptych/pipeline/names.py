@@ -11,6 +11,10 @@ COUNT_INPUTS = ("num_videos_per_prompt", "num_images_per_prompt")
 STAGE_STEPS = "pyramid_num_inference_steps_list"
 """What pipelines that go from small to large call the steps of each size."""
 
+GUIDANCE, TRUE_GUIDANCE = "guidance_scale", "true_cfg_scale"
+"""What pipelines call their scale of guidance, and that of classifier-free guidance where the first is a condition of
+the model itself."""
+
 MASK = "mask_image"
 """What pipelines call the picture that says where to work."""
 
@@ -36,7 +40,7 @@ class Guider:
 
 
 GUIDERS = {
-    "guider": Guider(param="guidance_scale"),
+    "guider": Guider(param=GUIDANCE),
     "guider_2": Guider(
         param="guidance_scale_2",
         follows=True,
@@ -47,6 +51,10 @@ GUIDERS = {
     ),
 }
 """Guider component to its parameter."""
+
+
+SCALES = (*(guider.param for guider in GUIDERS.values()), TRUE_GUIDANCE)
+"""Every parameter that is a scale of guidance, of whatever model."""
 
 
 def factor(pipeline: Any, names: tuple[str, ...]) -> int | None:

@@ -12,13 +12,13 @@ import msgspec
 from triptych.pipeline.anatomy import Anatomy
 from triptych.pipeline.cut import Cut
 from triptych.pipeline.families import Preset, family_of
-from triptych.pipeline.names import COUNT_INPUTS, LAST, MASK, SPATIAL, TEMPORAL, factor
+from triptych.pipeline.names import COUNT_INPUTS, GUIDANCE, LAST, MASK, SPATIAL, TEMPORAL, TRUE_GUIDANCE, factor
 from triptych.pipeline.request import first_state
 from triptych.pipeline.schema import Settings, build_schema
 from triptych.wire.schema import HandoffSize, Param, RequestSchema
 
 ALIASES: dict[str, tuple[str, ...]] = {
-    "guidance_scale": ("guidance_scale", "max_guidance_scale", "distilled_guidance_scale", "true_cfg_scale"),
+    GUIDANCE: (GUIDANCE, "max_guidance_scale", "distilled_guidance_scale", TRUE_GUIDANCE),
     "num_frames": ("num_frames", "video_length", "frames"),
     "fps": ("fps", "frame_rate"),
 }
@@ -62,10 +62,10 @@ def call_arguments(anatomy: Anatomy, params: Mapping[str, Any], images: Sequence
 
 def guider_changes(anatomy: Anatomy, params: Mapping[str, Any]) -> dict[str, Any]:
     """What to change in a pipeline's guider for one request, where guidance is not an argument of the call."""
-    scale = params.get("guidance_scale")
-    if scale is None or "guidance_scale" in _aliases(anatomy):
+    scale = params.get(GUIDANCE)
+    if scale is None or GUIDANCE in _aliases(anatomy):
         return {}
-    return {"guidance_scale": float(scale), "enabled": True}
+    return {GUIDANCE: float(scale), "enabled": True}
 
 
 def build_replay_schema(
@@ -88,7 +88,7 @@ def build_replay_schema(
     schema = build_schema(model, index, facts, parts, family, settings)
     multiple = _side_multiple(facts, index["_class_name"])
     if SECOND_SCALE in anatomy.parameters and pipeline.config.get("boundary_ratio") is not None:
-        second = Param(name=SECOND_SCALE, type="number", nullable=True, minimum=0.0, maximum=100.0,
+        second = Param(name=SECOND_SCALE, type="number", nullable=True, minimum=0.0, maximum=100.0, off=0.0,
                        description="The same for the second transformer; None is guidance_scale.")  # fmt: skip
         schema = msgspec.structs.replace(schema, params=(*schema.params, second))
     params = tuple(_adapted(param, multiple) for param in schema.params if param.name != "prompt" or "prompt" in given)
@@ -108,7 +108,10 @@ def _names(anatomy: Anatomy) -> dict[str, Any]:
     found |= dict.fromkeys(anatomy.carried)
     extras = (extra.name for extra in family_of(anatomy.pipeline).extras)
     found |= {name: anatomy.parameters[name] for name in extras if name in anatomy.parameters}
-    found |= {name: anatomy.parameters[own] for name, own in _aliases(anatomy).items()}
+    aliases = _aliases(anatomy)
+    found |= {name: anatomy.parameters[own] for name, own in aliases.items()}
+    if "negative_prompt" in found and GUIDANCE in aliases and aliases[GUIDANCE] != TRUE_GUIDANCE:
+        found |= {name: anatomy.parameters[name] for name in {TRUE_GUIDANCE} & anatomy.parameters.keys()}
     return found
 
 
@@ -117,7 +120,7 @@ def _aliases(anatomy: Anatomy) -> dict[str, str]:
     for name, owns in ALIASES.items():
         known = [own for own in owns if own in anatomy.parameters]
         valued = [own for own in known if anatomy.parameters[own] is not None]
-        if valued or (known and name != "guidance_scale"):
+        if valued or (known and name != GUIDANCE):
             found[name] = (valued or known)[0]
     return found
 

@@ -4,23 +4,26 @@ from __future__ import annotations
 
 import secrets
 from collections.abc import Iterable, Mapping, Sequence
-from typing import Any
+from typing import Any, TypeAlias
 
 import msgspec
 import torch
 
+from triptych.config import CFG
 from triptych.errors import BadRequest, ConfigError
 from triptych.pipeline.families import Family
-from triptych.pipeline.names import COUNT_INPUTS, GUIDERS, STAGE_STEPS
+from triptych.pipeline.names import COUNT_INPUTS, GUIDERS, SCALES, STAGE_STEPS
 from triptych.pipeline.pictures import opened
 from triptych.wire.adapters import read_adapters
 from triptych.wire.schema import Param, RequestSchema
 
 _STATE_NAMES = (
     "prompt", "negative_prompt", "height", "width", "num_frames", "num_inference_steps", "guidance_scale",
-    "max_sequence_length", "strength",
+    "true_cfg_scale", "max_sequence_length", "strength",
 )  # fmt: skip
 """Parameters that pipelines take under the same name, where they take them at all."""
+
+_Scalar: TypeAlias = bool | int | float | str
 
 _NO_DEFAULT = ("n", "output_format")
 """Their defaults are the doors' own."""
@@ -41,8 +44,9 @@ def complete(schema: RequestSchema, params: Mapping[str, Any]) -> dict[str, Any]
     return found
 
 
-def with_defaults(schema: RequestSchema, defaults: Mapping[str, bool | int | float | str]) -> RequestSchema:
+def with_defaults(schema: RequestSchema, defaults: Mapping[str, _Scalar]) -> RequestSchema:
     """``schema`` with ``defaults`` in place of its own. Raises `ConfigError` for what no request could say."""
+    defaults = _guidance_resolved(schema, defaults)
     for name, value in defaults.items():
         param = schema.param(name)
         if param is None or param.required or name in _NO_DEFAULT or param.type in ("image", "images", "video"):
@@ -57,9 +61,31 @@ def with_defaults(schema: RequestSchema, defaults: Mapping[str, bool | int | flo
         for param in schema.params
     )
     changed = msgspec.structs.replace(schema, params=params)
+    for param in params:
+        if param.name in defaults and param.needs and defaults.get(param.needs, _default(schema, param.needs)) is None:
+            raise ConfigError(f"--default {param.name}: is of no use without one of {param.needs}")
     if defaults and (objection := changed.too_large({p.name: p.default for p in params})) is not None:
         raise ConfigError(f"--default: {objection}")
     return changed
+
+
+def _guidance_resolved(schema: RequestSchema, defaults: Mapping[str, _Scalar]) -> dict[str, _Scalar]:
+    """``defaults`` without `CFG`: where it is false, with every scale of classifier-free guidance at its off value, and
+    without scales that the model does not have, which would be off."""
+    found = dict(defaults)
+    guided = found.pop(CFG, True)
+    if not isinstance(guided, bool):
+        raise ConfigError(f"--default {CFG}={guided!r}: must be true or false")
+    if guided:
+        return found
+    off: dict[str, _Scalar] = {param.name: param.off for param in schema.params if param.off is not None}
+    moot = {name for name in SCALES if schema.param(name) is None}
+    return {name: value for name, value in found.items() if name not in moot} | off
+
+
+def _default(schema: RequestSchema, name: str) -> Any:
+    param = schema.param(name)
+    return None if param is None else param.default
 
 
 def first_state(

@@ -12,7 +12,16 @@ from msgspec.structs import replace
 from triptych.errors import ModelError
 from triptych.pipeline.cut import Cut
 from triptych.pipeline.families import BASE, Family, Preset
-from triptych.pipeline.names import COUNT_INPUTS, GUIDERS, SPATIAL, STAGE_STEPS, TEMPORAL, factor
+from triptych.pipeline.names import (
+    COUNT_INPUTS,
+    GUIDANCE,
+    GUIDERS,
+    SPATIAL,
+    STAGE_STEPS,
+    TEMPORAL,
+    TRUE_GUIDANCE,
+    factor,
+)
 from triptych.pipeline.pictures import picture_params
 from triptych.pipeline.shift import FLOW_SHIFT, shift_of
 from triptych.wire.schema import HandoffSize, Param, RequestSchema
@@ -97,6 +106,7 @@ class _Builder:
             *(self._video() if output == "video" else ()),
             *self._steps(),
             *self._guidance(),
+            *self._true_guidance(),
             *self._flow_shift(),
             *self._strength(),
             Param(name="seed", type="integer", nullable=True, minimum=0, maximum=MAX_SEED,
@@ -136,7 +146,8 @@ class _Builder:
     def _negative_prompt(self) -> list[Param]:
         if "negative_prompt" not in self._inputs:
             return []
-        return [Param(name="negative_prompt", type="string", nullable=True, max_length=MAX_PROMPT,
+        needs = next((param.name for param in self._true_guidance() if param.nullable), "")
+        return [Param(name="negative_prompt", type="string", nullable=True, max_length=MAX_PROMPT, needs=needs,
                       description="What to avoid; needs guidance.")]  # fmt: skip
 
     def _pictures(self) -> list[Param]:
@@ -201,21 +212,37 @@ class _Builder:
 
     def _guidance(self) -> list[Param]:
         offset = self._family.guidance_offset
-        if "guidance_scale" in self._inputs:
-            default, least = self._inputs["guidance_scale"].default, 0.0
+        off: float | None = 1.0 - offset
+        text = "How strongly the prompt steers; the minimum turns guidance off."
+        if GUIDANCE in self._inputs:
+            default, least = self._inputs[GUIDANCE].default, self._family.guidance_least
+            off = least
+            if self._embeds_guidance:
+                off, text = None, "How strongly the prompt steers, as the model itself was taught to see it."
         elif (scale := guider_scale(self._whole)) is not None:
             default, least = scale - offset, 1.0 - offset
         else:
             return []
         preset = self._default("guidance_scale")
-        found = [Param(name="guidance_scale", type="number", default=float(default if preset is None else preset),
-                       minimum=least, maximum=100.0,
-                       description="How strongly the prompt steers; the minimum turns guidance off.")]  # fmt: skip
-        found += [Param(name=guider.param, type="number", nullable=True, minimum=least, maximum=100.0,
+        found = [Param(name=GUIDANCE, type="number", default=float(default if preset is None else preset),
+                       minimum=least, maximum=100.0, off=off, description=text)]  # fmt: skip
+        found += [Param(name=guider.param, type="number", nullable=True, minimum=least, maximum=100.0, off=off,
                         description=guider.description)
                   for name, guider in GUIDERS.items()
                   if guider.description and getattr(self._whole, name, None) is not None]  # fmt: skip
         return found
+
+    def _true_guidance(self) -> list[Param]:
+        """Classifier-free guidance next to a scale that is something else. Off by itself, it has no default, so that
+        a negative prompt without it is refused and not ignored."""
+        if TRUE_GUIDANCE not in self._inputs:
+            return []
+        own = float(self._declared(TRUE_GUIDANCE))
+        on = own > 1.0
+        return [Param(name=TRUE_GUIDANCE, type="number", default=own if on else None, nullable=not on, minimum=1.0,
+                      maximum=100.0, off=1.0 if on else None,
+                      description="How strongly the prompt steers away from negative_prompt; at 1, not at all."
+                      )]  # fmt: skip
 
     def _flow_shift(self) -> list[Param]:
         own = shift_of(getattr(self._whole, "scheduler", None))
@@ -266,6 +293,11 @@ class _Builder:
     def _fact(self, name: str, otherwise: int) -> int:
         value = getattr(self._whole, name, None)
         return int(value) if isinstance(value, (int, float)) else otherwise
+
+    @property
+    def _embeds_guidance(self) -> bool:
+        """Whether the call's scale is a condition of the transformer, and no classifier-free guidance."""
+        return TRUE_GUIDANCE in self._inputs or bool(_config(self._whole, "transformer", "guidance_embeds"))
 
     @property
     def _spatial(self) -> int:

@@ -32,6 +32,8 @@ class Param(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
     """Characters of a string, or number of images."""
     needs: str = ""
     """The parameter without which this one is of no use."""
+    off: float | None = None
+    """Of a scale of classifier-free guidance: the value at which there is none."""
     description: str = ""
 
 
