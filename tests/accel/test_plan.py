@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 from diffusers import AutoencoderKLWan, WanTransformer3DModel
 from torch import Tensor
 
-from triptych.accel import attention, quant
-from triptych.accel.plan import accelerate
+from triptych.accel import attention, plan, quant
+from triptych.accel.plan import Technique, accelerate
 from triptych.accel.wan_vae import WanVaeDecoder, install, supports
 from triptych.errors import ConfigError
 
@@ -46,6 +48,32 @@ def test_lossless_without_a_gpu_says_why_it_leaves_the_stock_path(transformer: W
     techniques = accelerate({"transformer": transformer}, device=CPU, dtype=torch.float32, profile="lossless")
     assert not any(t.on and not t.exact for t in techniques)
     assert any("CUDA" in t.why for t in techniques)
+
+
+def test_a_recording_lies_around_what_keeps_the_keys_of_a_text(
+    transformer: WanTransformer3DModel, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Else it would read the keys of the text that it was recorded with, whatever text a request brings."""
+    made: list[Tensor] = []
+    transformer.blocks[0].attn2.to_k.register_forward_hook(lambda _module, _inputs, output: made.append(output))
+
+    def record(name: str, model: Any, _device: torch.device) -> Technique:
+        compute = model.forward
+
+        def replay(*args: Any, **kwargs: Any) -> Any:
+            made.clear()
+            result = compute(*(arg.clone() for arg in args), **kwargs)
+            assert made, "the recording has no keys of its own"
+            return result
+
+        model.forward = replay
+        return Technique(name=name, on=True, why="a stand-in", exact=True)
+
+    monkeypatch.setattr(plan, "_graphs", record)
+    accelerate({"transformer": transformer}, device=CPU, dtype=torch.float32, profile="lossless")
+    latents, text = torch.randn(1, 16, 2, 8, 8), torch.randn(1, 7, 32)
+    for _ in range(2):
+        transformer(latents, torch.tensor([500.0]), text, return_dict=False)
 
 
 def test_a_backend_that_is_not_there_is_refused_with_those_that_are(transformer: WanTransformer3DModel) -> None:

@@ -87,11 +87,14 @@ def accelerate(
             layers = quant.quantise([model], "fp8", device)
             done.append(Technique(name=f"{name}: fp8", on=True, why=f"{layers} linear layers"))
         if profile != "stock":
-            if not step_cache:  # which decides in the middle of a forward
+            keeps_text = batcher is None and text_keys.supports(model)  # a batcher makes a new text in each step
+            if not step_cache and not keeps_text:  # step caching decides in the middle of a forward
                 done.append(_graphs(name, model, device))
             done += _fuse_and_compile(name, model, device, dtype, gelu=profile != "fast" and name not in quantised)
-            if batcher is None:  # which makes a new tensor of several requests' texts in each step
-                done += _text_keys(name, model, compiled=done[-1].on)
+            if keeps_text:
+                done.append(_text_keys(name, model, compiled=done[-1].on))
+                if not step_cache:  # around the rest: a recording must not read what was kept of one request's text
+                    done.append(_graphs(name, model, device))
         if batcher is not None:
             done.append(_batching(name, model, batcher))
         if step_cache:
@@ -120,13 +123,11 @@ def _prompts(name: str, model: nn.Module, cache: PromptCache) -> Technique:
     return Technique(name=f"{name}: prompt cache", on=True, why=why, exact=True)
 
 
-def _text_keys(name: str, model: nn.Module, *, compiled: bool) -> list[Technique]:
-    if not text_keys.supports(model):
-        return []
+def _text_keys(name: str, model: nn.Module, *, compiled: bool) -> Technique:
     blocks = text_keys.TextKeys().install(model)
     why = f"computed once for each request in {blocks} blocks"
     # Apart from a compiled block they are rounded as the stock model rounds them, within it as its kernels do.
-    return [Technique(name=f"{name}: text keys and values", on=True, why=why, exact=not compiled)]
+    return Technique(name=f"{name}: text keys and values", on=True, why=why, exact=not compiled)
 
 
 def _step_cache(name: str, model: nn.Module, threshold: float, memory: StepMemory | None, tally: Tally) -> Technique:
@@ -137,7 +138,7 @@ def _step_cache(name: str, model: nn.Module, threshold: float, memory: StepMemor
 
 
 def _graphs(name: str, model: nn.Module, device: torch.device) -> Technique:
-    """To be called before whatever else is put around the forward, which may look at numbers."""
+    """To be called before what is put around the forward and looks at numbers, and after what keeps any of them."""
     if device.type != "cuda":
         return Technique(name=f"{name}: CUDA graphs", on=False, why="needs CUDA")
     if torch.distributed.is_available() and torch.distributed.is_initialized():

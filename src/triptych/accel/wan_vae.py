@@ -79,7 +79,8 @@ def _convolve(x: Tensor, conv: Any) -> Tensor:
 def _join(past: Tensor, x: Tensor) -> tuple[Tensor, Tensor]:
     """``x`` with its past in front, and the past of the next chunk."""
     joined = torch.cat([past, x], dim=2).contiguous(memory_format=torch.channels_last_3d)
-    return joined, joined[:, :, -_KEEP:].clone()
+    # Dense strides whatever the length of the chunk was: a compiled function is made anew for others.
+    return joined, joined[:, :, -_KEEP:].clone(memory_format=torch.channels_last_3d)
 
 
 def _residual(x: Tensor, past1: Tensor, past2: Tensor, block: Any) -> tuple[Tensor, Tensor, Tensor]:

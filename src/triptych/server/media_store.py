@@ -19,7 +19,7 @@ import xxhash
 from triptych.errors import StorageFailed, StorageFull
 from triptych.ids import RequestId
 from triptych.server.records import StoredFile
-from triptych.server.uploads import NO_ROOM
+from triptych.server.uploads import NO_ROOM, sync_folder
 from triptych.wire.messages import MediaFile
 
 _SUFFIX = re.compile(r"\.[a-z0-9]{1,8}")
@@ -119,6 +119,7 @@ class LocalMedia:
         try:
             self._write(part, data)
             part.replace(path)
+            sync_folder(self.root)  # the decoder forgets its copy once this returns
         except OSError as error:
             with suppress(OSError):
                 part.unlink(missing_ok=True)
