@@ -314,4 +314,4 @@ class ServerArgs:
 
 def _said_of_all(kinds: Mapping[Role, str]) -> bool:
     """Whether one kind was said of all roles, and so of whichever are here."""
-    return kinds.keys() == set(ROLES) and len(set(kinds.values())) == 1
+    return set(kinds) == set(ROLES) and len(set(kinds.values())) == 1
