@@ -212,7 +212,7 @@ def test_an_image_is_edited_within_a_mask(album: Any, picture: bytes) -> None:
         params, blobs = album.seen[-1]
         assert blobs[params["image"][0]["blob"]] == picture
         assert blobs[params["mask_image"]["blob"]] == mask.getvalue()
-        with pytest.raises(RequestRefused, match="image: is required"):
+        with pytest.raises(RequestRefused, match="image: has 0 pictures"):
             client.edit_images("a cat", [])
 
 

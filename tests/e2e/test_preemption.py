@@ -10,7 +10,7 @@ import pytest
 
 from tests.e2e.harness import Deployment, until
 
-LONG: dict[str, Any] = {"num_inference_steps": 100, "size": "128x128", "num_frames": 9, "seed": 5}
+LONG: dict[str, Any] = {"num_inference_steps": 60, "size": "128x128", "num_frames": 9, "seed": 5}
 
 
 @pytest.fixture(scope="module")
@@ -40,7 +40,6 @@ def denoiser_of(deployment: Deployment, job: str, step: int) -> str:
     def look() -> str | None:
         video = deployment.api.job(job)
         assert video["status"] != "failed", video["error"]
-        assert video["stage"] not in ("decoder_waiting", "decoder_running", "done"), "its steps are over"
         if video["stage"] != "denoising_running" or video["step"] < step:
             return None
         names = {instance: name for name, instance in deployment.registered().items()}
@@ -50,16 +49,9 @@ def denoiser_of(deployment: Deployment, job: str, step: int) -> str:
     return until(look, f"step {step} of {job}")
 
 
-def keeps_a_checkpoint(deployment: Deployment) -> bool:
-    """Whether a denoiser that computes nothing holds a copy of another's."""
-    denoisers = [i for i in deployment.api.info()["instances"] if "denoiser" in i["roles"]]
-    return any(i["copies"] and not i["leases"] for i in denoisers)
-
-
 def test_a_killed_denoiser_costs_only_the_steps_since_its_last_checkpoint(saving: Deployment, expected: bytes) -> None:
     job = saving.api.submit(**LONG)
     victim = denoiser_of(saving, job, 15)
-    until(lambda: keeps_a_checkpoint(saving), "a checkpoint at the other denoiser")
     saving.instances[victim].kill()
     video = saving.api.done(job)
     assert video["resumed_from_step"] > 0
@@ -96,7 +88,7 @@ def test_restarting_every_instance_in_turn_under_load_loses_nothing(saving: Depl
     for name in (leaver, other, "encoder-0", "decoder-0"):
         process = saving.instances[name]
         process.signal(signal.SIGTERM)
-        assert process.end(60) == 0, process.output()[-3000:]
+        assert process.end(10) == 0, process.output()[-3000:]
         start(saving, name)
         until(lambda name=name: name in saving.registered(), f"{name} to come back")  # one at a time, as rollouts do
     videos = [saving.api.done(job, seconds=300) for job in lengthy]

@@ -291,7 +291,7 @@ def test_an_adapter_may_be_at_work_in_a_text_encoder_too(classic_checkpoint: Che
     probe.set_progress_bar_config(disable=True)
     denoiser = tensors(5, layer_of(probe.unet, "attn1.to_q"), "unet.")
     text = tensors(6, layer_of(probe.text_encoder, "q_proj"), "text_encoder.")
-    loras = [Lora(name=name, path=str(tmp_path / f"{name}.safetensors")) for name in ("both", "half")]
+    loras = [Lora(name=name, path=str(tmp_path / f"{name}.safetensors")) for name in ("both", "weaker")]
     save_file(denoiser | text, loras[0].path)
     save_file(denoiser, loras[1].path)
     probe.load_lora_weights(loras[0].path, adapter_name="both")
@@ -300,12 +300,12 @@ def test_an_adapter_may_be_at_work_in_a_text_encoder_too(classic_checkpoint: Che
     wanted = frames_of(probe(**request, generator=generator, output_type="pil").images[:1])
     config = ModelConfig(path=str(folder), device="cpu", loras=tuple(loras))
     trio = Trio.of({role: load_pipeline(config, (role,), "cpu") for role in ROLES})  # type: ignore[misc]
-    both, half, plain = (
-        trio.generate({**request, "seed": 4, "lora": text})[0].frames for text in ("both", "half", None)
+    both, weaker, plain = (
+        trio.generate({**request, "seed": 4, "lora": text})[0].frames for text in ("both", "weaker", None)
     )
     assert np.array_equal(both, wanted)
-    assert not np.array_equal(both, half)
-    assert not np.array_equal(half, plain)
+    assert not np.array_equal(both, weaker)
+    assert not np.array_equal(weaker, plain)
 
 
 @pytest.fixture(scope="module")
