@@ -164,6 +164,82 @@ def test_a_client_may_name_its_task(http: httpx.Client) -> None:
     assert (again.status_code, again.json()["error"]["code"]) == (409, "task_exists")
 
 
+def test_the_name_of_a_task_that_was_deleted_is_free_again(http: httpx.Client) -> None:
+    http.post("/v1/tasks/video/", json={"prompt": "a cat", "task_id": "again"})
+    assert ended(http, "again")["status"] == "completed"
+    job = http.get("/v1/videos?limit=1").json()["data"][0]["id"]
+    http.delete(f"/v1/videos/{job}").raise_for_status()
+    assert http.get("/v1/tasks/again/status").status_code == 404
+    assert http.post("/v1/tasks/video/", json={"prompt": "a dog", "task_id": "again"}).status_code == 200
+    ended(http, "again")
+
+
+def colour(data: bytes) -> int:
+    """The colour of a painter's picture: its seed."""
+    pixel = Image.open(io.BytesIO(data)).getpixel((0, 0))
+    assert isinstance(pixel, tuple)
+    return pixel[0]
+
+
+def test_everything_that_a_task_made_is_saved_and_listed(http: httpx.Client, house: Any) -> None:
+    body = {"prompt": "a cat", "n": 3, "seed": 7, "save_result_path": "many/cat.png"}
+    task = http.post("/v1/tasks/image/", json=body).json()["task_id"]
+    assert ended(http, task)["save_result_path"] == "many/cat.png"
+    listed = http.get(f"/v1/tasks/{task}/files").json()
+    assert listed == {"task_id": task, "files": ["many/cat.png", "many/cat-1.png", "many/cat-2.png"]}
+    for index, path in enumerate(listed["files"]):
+        assert colour((house.folder / path).read_bytes()) == 7 + index
+        assert colour(http.get(f"/v1/files/download/{path}").content) == 7 + index
+    assert http.get("/v1/files/download/many/cat-3.png").status_code == 404
+
+
+def test_several_images_without_a_path_are_found_under_the_id(http: httpx.Client) -> None:
+    created = http.post("/v1/tasks/image/", json={"prompt": "a cat", "n": 2, "seed": 7}).json()
+    assert ended(http, created["task_id"])["save_result_path"] == created["save_result_path"]
+    paths = http.get(f"/v1/tasks/{created['task_id']}/files").json()["files"]
+    assert paths[0] == created["save_result_path"]
+    assert [colour(http.get(f"/v1/files/download/{path}").content) for path in paths] == [7, 8]
+    assert colour(http.get(f"/v1/files/download/{created['task_id']}.png").content) == 7
+
+
+def test_an_answer_that_is_an_image_has_no_room_for_two(http: httpx.Client, house: Any) -> None:
+    before = len(house.seen)
+    response = http.post("/v1/tasks/image/sync", json={"prompt": "a cat", "n": 2})
+    assert (response.status_code, response.json()["error"]["param"]) == (400, "n")
+    assert len(house.seen) == before
+
+
+def test_more_images_than_a_model_makes_at_once_are_refused(single_house: Any) -> None:
+    for path in ("", "form", "sync"):
+        response = httpx.post(f"{single_house.url}/v1/tasks/image/{path}", json={"prompt": "a cat", "n": 3})
+        assert (response.status_code, response.json()["error"]["param"]) == (400, "n")
+        assert "start more tasks" in response.json()["error"]["message"]
+    assert not single_house.seen
+
+
+def test_a_path_that_two_tasks_asked_for_has_the_later_ones_file(http: httpx.Client, house: Any) -> None:
+    def start(prompt: str, seed: int) -> str:
+        body = {"prompt": prompt, "seed": seed, "save_result_path": "both.png"}
+        return http.post("/v1/tasks/image/", json=body).json()["task_id"]
+
+    def shown() -> tuple[int, int]:
+        here = (house.folder / "both.png").read_bytes()
+        return colour(here), colour(http.get("/v1/files/download/both.png").content)
+
+    earlier = start("slow", 1)
+    until_held(house, earlier)
+    later = start("a cat", 2)
+    assert ended(http, later)["status"] == "completed"
+    assert shown() == (2, 2)
+    (lease,) = [lease for lease in house.held if lease.request == earlier]
+    house.held.pop(lease).let_go(lease)
+    assert ended(http, earlier)["status"] == "completed"
+    assert shown() == (2, 2)
+    assert colour(http.get(f"/v1/tasks/{earlier}/result").content) == 1
+    assert ended(http, start("fail", 3))["status"] == "failed"
+    assert shown() == (2, 2)
+
+
 def test_the_queue_and_the_service_tell_how_full_they_are(http: httpx.Client, house: Any) -> None:
     idle = http.get("/v1/tasks/queue/status").json()
     assert idle == {
@@ -217,6 +293,8 @@ def test_a_task_can_be_followed(http: httpx.Client) -> None:
         ({"image_path": "/etc/passwd"}, "image_path", "--input-root"),
         ({"image_path": "http://127.0.0.1/a.png"}, "image_path", "--allow-image-urls"),
         ({"last_frame_path": "a.png"}, "last_frame_path", "takes no last frame"),
+        ({"task_id_must_unique": 1}, "task_id_must_unique", "served without it"),
+        ({"num_fragments": True}, "num_fragments", "served without it"),
         ({"lora_name": "style"}, "lora_name", "served without it"),
         ({"lora_strength": 0.5}, "lora_strength", "served without it"),
         ({"audio_path": "a.wav"}, "audio_path", "served without it"),
@@ -231,6 +309,8 @@ def test_a_task_can_be_followed(http: httpx.Client) -> None:
         ({"infer_steps": 3, "num_inference_steps": 4}, "num_inference_steps", "give one"),
         ({"infer_step": 3}, "infer_step", "did you mean 'infer_steps'"),
         ({"task_id": "../x"}, "task_id", "letters"),
+        ({"task_id": "image_" + "0f" * 16}, "task_id", "the server's own"),
+        ({"task_id": "queue"}, "task_id", "the server's own"),
         ({"prompt": ""}, "prompt", "empty"),
         ({"n": 2}, "n", "1"),
     ],

@@ -116,6 +116,18 @@ def test_a_task_id_of_the_clients_own_is_kept(trio: Any) -> None:
     assert response.status_code == 409
 
 
+def test_posts_that_are_repeated_under_one_key_lead_to_the_first_ones_job(trio: Any) -> None:
+    made = len(trio.seen)
+    payload, headers = {"prompt": "a cat"}, {"Idempotency-Key": "three posts"}
+    first, second = (
+        {httpx.post(f"{url(trio, p)}/v1/tasks/video/", json=payload, headers=headers).json()["task_id"] for p in ORDER}
+        for _ in range(2)
+    )
+    for (task,) in (first, second):
+        assert poll(trio, "decoder", task)["status"] == "completed"
+    assert len(trio.seen) == made + 1
+
+
 def test_a_post_that_stays_alone_ends_with_the_reason(trio: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(tickets, "PATIENCE_SECONDS", 0.2)
     task = post(trio, "decoder", {"prompt": "alone"})["task_id"]

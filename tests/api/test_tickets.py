@@ -61,3 +61,10 @@ def test_open_tickets_are_bounded() -> None:
     with pytest.raises(TooBusy, match=str(MOST_OPEN)):
         post(tickets, "decoder", "one more")
     assert post(tickets, "encoder", "0").parts == {"decoder", "encoder"}
+
+
+def test_a_ticket_with_all_its_posts_is_not_given_up_while_its_job_is_submitted() -> None:
+    tickets = Tickets()
+    (ticket,) = {id(t): t for t in (post(tickets, part, "a") for part in PARTS)}.values()
+    tickets.expire(2 * PATIENCE_SECONDS, 0)
+    assert ticket.open

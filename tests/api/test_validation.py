@@ -78,7 +78,8 @@ def test_other_adapters_are_refused_with_the_list(value: object) -> None:
 def test_the_document_describes_what_adapters_may_be() -> None:
     pattern = re.compile(property_of(ADAPTERS)["pattern"])
     names = ("fox", "snow", "foxy", "bear", "")
-    scales = ("", ":1", ":-10", ":10.0", ":10.1", ":11", ":.5", ":0.", ":1.1234567", ":+0.5", ":", ":x", ":100")
+    plain = ("", ":1", ":-10", ":10.0", ":10.1", ":11", ":.5", ":0.", ":1.1234567", ":+0.5", ":", ":x", ":100")
+    scales = (*plain, ":1e-07", ":1e1", ":.5E-2")
     ones = [f"{name}{scale}" for name in names for scale in scales]
     for text in (*ones, *(f"{one}{comma}{other}" for one in ones for comma in (",", " , ", ",,") for other in ones)):
         accepted = True

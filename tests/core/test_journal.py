@@ -8,12 +8,14 @@ from hypothesis import strategies as st
 from tests.core.harness import manifest
 from triptych.core.events import JobState, JobView, LeaseGranted, StageDone, StageTiming
 from triptych.core.journal import (
+    TRANSIENT_SLOT,
     Accepted,
     Deleting,
     FileNote,
     Finish,
     History,
     JournalEntry,
+    Saved,
     Stored,
     displaced_by,
     replay,
@@ -92,6 +94,16 @@ def test_an_end_that_was_written_is_the_end() -> None:
     finish = Finish(view=view(JobState.CANCELLED), started_at=2.0, completed_at=3.0)
     told = history(Stored(request=R, files=(FILE,), stored_at=9.0), finish)
     assert told.ended() is finish
+
+
+def test_files_that_were_saved_stay_so_whatever_is_written_later() -> None:
+    finish = Finish(view=view(JobState.DONE), started_at=2.0, completed_at=3.0)
+    stored = Stored(request=R, files=(FILE,), stored_at=2.5)
+    assert history(stored, finish, Saved(request=R)).saved
+    assert not history(stored, finish).saved
+    slots = {slot_of(entry) for entry in (ACCEPTED, stored, finish, Saved(request=R), Deleting(request=R))}
+    assert len(slots) == 5
+    assert max(slots) < TRANSIENT_SLOT
 
 
 def test_a_deletion_that_had_begun_is_no_live_request() -> None:

@@ -39,8 +39,8 @@ class Book:
     def add(self, output: OutputKind = "video") -> Entry:
         return self.take(self.mint(output), output)
 
-    def take(self, request: RequestId, output: OutputKind) -> Entry:
-        entry = Entry(request, output, {"prompt": "a tree"}, {}, view(request, JobState.PENDING))
+    def take(self, request: RequestId, output: OutputKind, **metadata: str) -> Entry:
+        entry = Entry(request, output, {"prompt": "a tree"}, metadata, view(request, JobState.PENDING))
         self.records.add(entry)
         return entry
 
@@ -157,3 +157,18 @@ async def test_a_watcher_wakes_at_any_change_and_a_waiter_at_the_end() -> None:
     assert entry.watchers == []
     book.move(entry, JobState.CANCELLED)
     assert waiter.done()
+
+
+def test_jobs_are_found_by_the_name_that_their_client_gave_them() -> None:
+    book = Book(retained=1)
+    ids = [book.mint(output) for output in ("video", "image", "video")]
+    old, middle, new = (book.take(id, id[:5], task_id="mine") for id in (ids[1], ids[0], ids[2]))  # type: ignore[arg-type]
+    assert [entry.id for entry in book.records.having("task_id", "mine")] == ids
+    assert book.records.having("task_id", "") == book.records.having("save_result_path", "mine") == []
+    book.records.remove(new)
+    assert book.records.having("task_id", "mine") == [middle, old]
+    for entry in (old, middle):  # of which one is kept
+        book.move(entry, JobState.FAILED)
+    assert book.records.having("task_id", "mine") == [middle]
+    book.records.remove(middle)
+    assert book.records.having("task_id", "mine") == []

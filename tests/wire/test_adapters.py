@@ -14,6 +14,7 @@ KNOWN = ("fox", "snow-2")
     [
         ("fox", [Adapter("fox", None)]),
         ("fox:0.5", [Adapter("fox", 0.5)]),
+        ("fox:0.30000000000000004,snow-2:1e-07", [Adapter("fox", 0.1 + 0.2), Adapter("snow-2", 1e-7)]),
         ("snow-2:-1, fox:.25", [Adapter("snow-2", -1.0), Adapter("fox", 0.25)]),
     ],
 )
@@ -30,6 +31,8 @@ def test_names_and_scales_are_read_in_their_order(text: str, found: list[Adapter
         ("fox,fox:0.5", "fox is named twice"),
         ("fox:", "'' is not a scale of fox"),
         ("fox:nan", "'nan' is not a scale of fox"),
+        ("fox:1e2", "'1e2' is not a scale of fox"),
+        ("fox:1_0", "'1_0' is not a scale of fox"),
         ("fox:11", "'11' is not a scale of fox: a number within 10 of 0"),
     ],
 )

@@ -56,10 +56,9 @@ def create_app(service: DiffusionService, config: ServerConfig, *, stopping: Cal
     )
     Videos(context).add_to(app)
     ImageRoutes(context).add_to(app)
-    book = TaskBook(context)
     TaskService(context).add_to(app)  # before the tasks: /queue/status is no task
-    Tasks(context, book).add_to(app)
-    Files(service, book.saved).add_to(app)
+    Tasks(context, TaskBook(context)).add_to(app)
+    Files(service).add_to(app)
     Operations(service, keys=bool(config.api_keys)).add_to(app)
 
     def openapi() -> dict[str, Any]:

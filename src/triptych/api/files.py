@@ -12,7 +12,6 @@ from starlette.responses import FileResponse
 
 from triptych.api.errors import RangeNotSatisfiable
 from triptych.api.routes import STRICT, errors
-from triptych.api.saved import Saved
 from triptych.errors import NotFound
 from triptych.ids import RequestId
 from triptych.server.records import StoredFile
@@ -68,9 +67,8 @@ def _stat(file: StoredFile) -> os.stat_result | None:
 class Files:
     """Files of jobs by name."""
 
-    def __init__(self, service: DiffusionService, saved: Saved) -> None:
+    def __init__(self, service: DiffusionService) -> None:
         self._service = service
-        self._saved = saved
 
     def add_to(self, app: FastAPI) -> None:
         """Add the routes."""
@@ -102,7 +100,7 @@ class Files:
 
     async def download(self, request: Request, name: str) -> FileResponse:
         """A finished file by either name; nothing else that lies in the output folder can be had."""
-        return await media_response(request, self._saved.find(name) or self._find(name), "attachment")
+        return await media_response(request, self._service.saved.find(name) or self._find(name), "attachment")
 
     def _find(self, name: str) -> StoredFile:
         found = _NAME.fullmatch(name)
@@ -111,4 +109,6 @@ class Files:
             for file in record.files:
                 if file.name == name:
                     return file
+            if record.files and name == f"{record.id}{record.files[0].suffix}":
+                return record.files[0]  # of several, as they were announced before their number was known
         raise NotFound(f"no file has the name {name[:80]!r}")

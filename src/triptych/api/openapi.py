@@ -26,13 +26,14 @@ _MEDIA_PATHS: Final = (
     "/v1/files/download/{name}",
     "/v1/tasks/{task_id}/result",
 )
-_TASK_PATHS: Final[dict[str, Output]] = {
-    "/v1/tasks/video/": "video",
-    "/v1/tasks/video/form": "video",
-    "/v1/tasks/image/": "image",
-    "/v1/tasks/image/form": "image",
-    "/v1/tasks/image/sync": "image",
+_TASK_PATHS: Final[dict[str, tuple[str, Output]]] = {
+    "/v1/tasks/video/": ("VideoTask", "video"),
+    "/v1/tasks/video/form": ("VideoTask", "video"),
+    "/v1/tasks/image/": ("ImageTask", "image"),
+    "/v1/tasks/image/form": ("ImageTask", "image"),
+    "/v1/tasks/image/sync": ("SingleImageTask", "image"),
 }
+"""Path to the name of its body and what is made of that."""
 
 _BODIES: Final = frozenset(
     f"{what}{form}"
@@ -42,6 +43,7 @@ _BODIES: Final = frozenset(
         ("ImageEdit", ("Request", "Form")),
         ("VideoTask", ("", "Form")),
         ("ImageTask", ("", "Form")),
+        ("SingleImageTask", ("", "Form")),
         ("Remix", ("", "Form")),
     )
     for form in forms
@@ -69,11 +71,10 @@ def describe(
         _set_body(document, _EDITS, schema, "image", edit=True)
     else:
         del document["paths"][_EDITS]
-    for path, output in _TASK_PATHS.items():
+    for path, (name, output) in _TASK_PATHS.items():
         for kind, form in KINDS:
-            _set_content(
-                document, path, kind, f"{output.capitalize()}Task{form}", task_body(schema, output, form=bool(form))
-            )
+            body = task_body(schema, output, form=bool(form), single=path.endswith("/sync"))
+            _set_content(document, path, kind, f"{name}{form}", body)
     for kind, form in KINDS:
         _set_content(document, "/v1/videos/{video_id}/remix", kind, f"Remix{form}", remix_body(schema, form=bool(form)))
     for path in _MEDIA_PATHS:

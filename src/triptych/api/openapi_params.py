@@ -26,7 +26,7 @@ REFERENCE: Final[dict[str, Any]] = {
     ],
 }
 
-_SCALE: Final = r"[+-]?(?:0{0,2}[0-9](?:\.[0-9]{0,6})?|0?10(?:\.0{0,6})?|\.[0-9]{1,6})"
+_SCALE: Final = r"[+-]?(?:0{0,2}[0-9](?:\.[0-9]{0,30})?|0?10(?:\.0{0,30})?|\.[0-9]{1,30})(?:[eE]-[0-9]{1,3})?"
 """Of an adapter: a number within `MAX_ADAPTER_SCALE` of 0."""
 
 _TYPES: Final = {"string": "string", "integer": "integer", "number": "number", "boolean": "boolean"}

@@ -4,13 +4,18 @@ from __future__ import annotations
 
 from typing import Any, Final
 
+import msgspec
+
 from triptych.api.openapi_params import FILE, REFERENCE, nullable, property_of, seconds_schema, size_pattern
 from triptych.api.orders import Output, accepted, picture_params
-from triptych.api.task_orders import NEUTRAL, PICTURES, RENAMED, SUFFIXES
+from triptych.api.task_orders import LORA, NEUTRAL, PICTURES, RENAMED, SUFFIXES
+from triptych.ids import MAX_ADAPTER_SCALE
 from triptych.wire.schema import RequestSchema
 
 KINDS: Final = (("application/json", ""), ("multipart/form-data", "Form"))
 """Content type of a body, and what its schema's name ends in."""
+
+_STRENGTHS: Final = {"minimum": -MAX_ADAPTER_SCALE, "maximum": MAX_ADAPTER_SCALE}
 
 UNKNOWN: Final[dict[str, Any]] = {
     "type": "object",
@@ -20,11 +25,16 @@ UNKNOWN: Final[dict[str, Any]] = {
 }
 
 
-def task_body(schema: RequestSchema | None, output: Output, *, form: bool) -> dict[str, Any]:
-    """A request of the Task API. The pipeline's own names are accepted besides; they are not listed twice."""
+def task_body(schema: RequestSchema | None, output: Output, *, form: bool, single: bool = False) -> dict[str, Any]:
+    """A request of the Task API. The pipeline's own names are accepted besides; they are not listed twice.
+
+    ``single``: it is answered with one image.
+    """
     if schema is None:
         return UNKNOWN
     params = accepted(schema, output)
+    if single or schema.param("n") is None:
+        params["n"] = msgspec.structs.replace(params["n"], maximum=1)
     pictures = picture_params(schema, output)
     spoken = {name: old for old, name in RENAMED.items()}
     fields = {spoken.get(name, name): property_of(p, form=form) for name, p in params.items() if name not in pictures}
@@ -53,7 +63,10 @@ def task_body(schema: RequestSchema | None, output: Output, *, form: bool) -> di
             if params[own].required:
                 required.append(name)
     for name, values in NEUTRAL.items():
-        if values and name not in params and not form:
+        if name == "lora_strength" and LORA in params:
+            text = "Of every adapter in lora_name that has none of its own."
+            fields[name] = {"type": "number", "description": text, **_STRENGTHS}
+        elif values and RENAMED.get(name, name) not in params and not form:
             fields[name] = {"enum": list(values), "description": "Accepted for its neutral value only."}
     if not form:
         fields = {name: found if name in required else nullable(found) for name, found in fields.items()}

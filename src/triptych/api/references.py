@@ -6,7 +6,6 @@ import base64
 import binascii
 import re
 from collections.abc import Collection
-from pathlib import Path
 from typing import Any, cast
 from urllib.parse import unquote_to_bytes
 
@@ -17,6 +16,7 @@ from triptych.api.fetch import Fetcher
 from triptych.api.validation import refuse
 from triptych.config import ServerConfig
 from triptych.errors import BadRequest
+from triptych.server.paths import contained
 
 _DATA_URL = re.compile(r"data:(?:(?:image|video)/[a-z0-9.+-]+)?(?:;[a-z0-9-]+=[^;,]*)*(;base64)?,", re.IGNORECASE)
 _BASE64 = re.compile(r"[A-Za-z0-9+/\s]{64,}={0,2}\s*")
@@ -105,23 +105,6 @@ class References:
         if len(data) > self._limit:
             raise BadRequest(field, f"{field}: the file has more than {self._limit} bytes")
         return data
-
-
-def contained(root: Path, field: str, text: str) -> Path:
-    """The path ``text`` under ``root``, with links resolved. Raises `BadRequest` for one that leads elsewhere.
-
-    An absolute path is accepted where it already lies under ``root``.
-    """
-    base = root.resolve()
-    if "\0" in text or len(text) > 1024:
-        raise BadRequest(field, f"{field}: is not a path")
-    try:
-        path = (base / text).resolve()
-    except (OSError, RuntimeError, ValueError) as error:
-        raise BadRequest(field, f"{field}={text[:60]!r}: is not a path") from error
-    if path == base or not path.is_relative_to(base):
-        raise BadRequest(field, f"{field}={text[:60]!r}: leads out of the folder that this server allows")
-    return path
 
 
 def _address(field: str, value: Any) -> str:

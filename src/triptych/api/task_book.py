@@ -16,15 +16,15 @@ from triptych.api.body import read_body
 from triptych.api.context import Context
 from triptych.api.orders import Order, Output
 from triptych.api.ready import need_schema
-from triptych.api.saved import KEY, Saved
 from triptych.api.task_orders import TaskFields, in_client_words, read_fields
 from triptych.api.task_shapes import TaskCreated, TaskState, TaskStatus
-from triptych.api.tickets import PARTS, Part, Reason, Ticket, Tickets
+from triptych.api.tickets import PARTS, Part, Reason, Ticket, Tickets, taken
 from triptych.api.views import error_of
 from triptych.core.events import JobState
-from triptych.errors import BadRequest, TriptychError
+from triptych.errors import BadRequest, NotFound, TriptychError
 from triptych.ids import RequestId
-from triptych.server.records import JobRecord
+from triptych.server.records import SAVE_PATH, TASK_ID, JobRecord
+from triptych.server.saved import place_of
 
 LISTED: Final = 1000
 """Most jobs of each kind in a list of tasks: the newest."""
@@ -36,13 +36,15 @@ Task: TypeAlias = JobRecord | Ticket
 
 
 class TaskBook:
-    """All tasks of the server. Every job is a task, however it came; its id is the job's unless the client gave one."""
+    """All tasks of the server. Every job is a task, however it came; its id is the job's unless the client gave one.
+
+    What became a job is known by the job alone, and so outlives the server with it; posts that wait for others do not.
+    """
 
     def __init__(self, context: Context) -> None:
         self._context = context
         self._service = context.service
         self._tickets = Tickets()
-        self.saved = Saved(context.service, context.config.output_dir, context.config.state_dir)
         ports = context.config.task_ports or ()
         self._parts: dict[int, Part] = dict(zip(ports, PARTS, strict=False))
 
@@ -55,6 +57,7 @@ class TaskBook:
         if part is None:
             record = await self._start(request, fields, order, output)
             return TaskCreated(task_id=task_id_of(record), task_status="pending", save_result_path=_path_of(record))
+        self._check_free(fields.task_id)
         ticket = self._tickets.post(
             part,
             (request.client.host if request.client else "", fields.digest, fields.task_id or ""),
@@ -70,13 +73,16 @@ class TaskBook:
         return TaskCreated(task_id=ticket.id, task_status="pending", save_result_path=path)
 
     async def start(self, request: Request, output: Output) -> JobRecord:
-        """The job of a post that is a whole task, whichever port it came to."""
+        """The job of a post that is a whole task, whichever port it came to, and is answered with the one file."""
         fields, order = await self._read(request, output)
+        if order.count > 1:
+            raise BadRequest("n", f"n={order.count}: the answer is one image; start a task and fetch its files")
         return await self._start(request, fields, order, output)
 
     async def _start(self, request: Request, fields: TaskFields, order: Order, output: Output) -> JobRecord:
         if fields.task_id is None:
-            return await self._hand_in(request, order, output, {KEY: fields.save_path})
+            return await self._hand_in(request, order, output, {SAVE_PATH: fields.save_path})
+        self._check_free(fields.task_id)
         ticket = self._tickets.name(
             fields.task_id, output=output, save_path=fields.save_path, now=time.monotonic(), clock=time.time()
         )
@@ -88,17 +94,22 @@ class TaskBook:
 
     async def _submit(self, request: Request, ticket: Ticket, order: Order) -> JobRecord:
         try:
-            record = await self._hand_in(request, order, ticket.output, {"task_id": ticket.id, KEY: ticket.save_path})
+            metadata = {TASK_ID: ticket.id, SAVE_PATH: ticket.save_path}
+            record = await self._hand_in(request, order, ticket.output, metadata)
         except TriptychError as error:
             self._tickets.fail(ticket, Reason(error.code, error.message), time.time())
             raise
         ticket.job = record.id
+        if task_id_of(record) == ticket.id:
+            self._tickets.forget(ticket)  # kept only where an Idempotency-Key led to the job of another task
         return record
 
     async def _hand_in(self, request: Request, order: Order, output: Output, metadata: Mapping[str, str]) -> JobRecord:
-        record = await self._context.desk.submit(request, order, output, metadata=metadata)
-        self.saved.follow(record)
-        return record
+        return await self._context.desk.submit(request, order, output, metadata=metadata)
+
+    def _check_free(self, id: str | None) -> None:
+        if id is not None and self._service.named(id) is not None:
+            raise taken(id)
 
     async def _read(self, request: Request, output: Output) -> tuple[TaskFields, Order]:
         body = await read_body(request)
@@ -108,11 +119,13 @@ class TaskBook:
             order = await self._context.desk.read(fields.body, output, paths=True)
         except BadRequest as error:
             raise in_client_words(error, fields.names) from error
+        if order.count > 1 and schema.param("n") is None:
+            raise BadRequest("n", f"n={order.count}: model {schema.model!r} makes 1 image a task; start more tasks")
         if fields.save_path:
             if not PurePosixPath(fields.save_path).suffix:
                 suffix = _SUFFIX[order.params["output_format"]]
                 fields = replace(fields, save_path=fields.save_path + suffix)
-            await to_thread.run_sync(self.saved.check, fields.save_path)
+            await to_thread.run_sync(self._service.saved.check, fields.save_path)
         return fields, order
 
     # -- looking -------------------------------------------------------------------------------------------------
@@ -120,10 +133,14 @@ class TaskBook:
     def find(self, id: str) -> Task:
         """The task of that id; raises `NotFound`."""
         self._tickets.expire(time.monotonic(), time.time())
-        ticket = self._tickets.get(id)
-        if ticket is None:
+        if (ticket := self._tickets.get(id)) is not None:
+            return ticket if ticket.job is None else self._service.get(ticket.job)
+        try:
             return self._service.get(RequestId(id))
-        return ticket if ticket.job is None else self._service.get(ticket.job)
+        except NotFound:
+            if (record := self._service.named(id)) is None:
+                raise
+            return record
 
     async def status(self, task: Task) -> TaskStatus:
         """The task as it is now. It is completed only once its file lies where it was wanted."""
@@ -138,7 +155,7 @@ class TaskBook:
                 error_type=None if reason is None else reason.code,
                 save_result_path=task.save_path,
             )
-        problem = await self.saved.ensure(task)
+        problem = await self._service.saved.ensure(task.id)
         error = error_of(task.view)
         return TaskStatus(
             task_id=task_id_of(task),
@@ -189,14 +206,21 @@ def state_of(record: JobRecord) -> TaskState:
 
 def task_id_of(record: JobRecord) -> str:
     """The id under which a job is a task."""
-    return record.metadata.get("task_id") or record.id
+    return record.metadata.get(TASK_ID) or record.id
+
+
+def paths_of(record: JobRecord) -> list[str]:
+    """Where its files are, under the output folder; none while there are none."""
+    path = record.metadata.get(SAVE_PATH)
+    return [place_of(path, index) if path else file.name for index, file in enumerate(record.files)]
 
 
 def _path_of(record: JobRecord) -> str:
-    """Where its file is or will be, under the output folder."""
-    if record.files and not record.metadata.get(KEY):
-        return record.files[0].name
-    return record.metadata.get(KEY) or f"{record.id}{_SUFFIX[record.params['output_format']]}"
+    """Where its file, or the first of them, is or will be, under the output folder."""
+    if record.files:
+        return paths_of(record)[0]
+    number = "-0" if record.params.get("n", 1) > 1 else ""
+    return record.metadata.get(SAVE_PATH) or f"{record.id}{number}{_SUFFIX[record.params['output_format']]}"
 
 
 def _iso(seconds: float) -> str:

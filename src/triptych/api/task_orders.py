@@ -17,8 +17,18 @@ from typing import Any, Final, cast
 from triptych.api.body import Body
 from triptych.api.orders import Output, accepted, picture_params
 from triptych.api.timeouts import TIMEOUTS
-from triptych.api.validation import check_sides, nearest, read_integer, read_text, refuse, unknown_field
+from triptych.api.validation import (
+    check_sides,
+    nearest,
+    read_integer,
+    read_number,
+    read_text,
+    refuse,
+    unknown_field,
+)
 from triptych.errors import BadRequest
+from triptych.ids import MAX_ADAPTER_SCALE
+from triptych.server.records import IdMint
 from triptych.wire.schema import RequestSchema
 
 LORA: Final = "lora"
@@ -75,6 +85,8 @@ SUFFIXES: Final[Mapping[Output, Mapping[str, str]]] = {
 """File name suffix to output format."""
 
 _ID = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.-]{0,127}")
+_PATHS: Final = ("queue",)
+"""Ids whose status could not be asked for, because `/v1/tasks/ID/status` is something else."""
 _RATIO = re.compile(r"(\d{1,4})\s*[:x/]\s*(\d{1,4})")
 
 
@@ -98,8 +110,10 @@ def read_fields(schema: RequestSchema, body: Body, output: Output) -> TaskFields
     task_id = given.pop("task_id", None)
     if task_id is not None and not (isinstance(task_id, str) and _ID.fullmatch(task_id)):
         refuse("task_id", task_id, "up to 128 letters, digits, '-', '_' and '.'")
+    if task_id is not None and (task_id in _PATHS or any(IdMint.is_id(task_id, kind) for kind in SUFFIXES)):
+        refuse("task_id", task_id, "none of the names and forms of name that are the server's own")
     digest = _digest(output, given, body.uploads)
-    _read_lora(schema, given)
+    _read_adapters(schema, given)
     _refuse_absent(schema, given, body.uploads)
     fields: dict[str, Any] = {}
     names: dict[str, str] = {}
@@ -151,22 +165,38 @@ def _refuse_absent(schema: RequestSchema, given: dict[str, Any], uploads: Mappin
     for name, neutral in NEUTRAL.items():
         if schema.param(RENAMED.get(name, name)) is not None:
             continue
-        if name in uploads or (name in given and given.pop(name) not in neutral):
+        if name in uploads or (name in given and not _is_one_of(given.pop(name), neutral)):
             raise BadRequest(
                 name, f"{name}: model {schema.model!r} is served without it; leave it out", code="unsupported"
             )
 
 
-def _read_lora(schema: RequestSchema, given: dict[str, Any]) -> None:
-    """``lora_name`` and ``lora_strength`` as the one field that names adapters, where the model is served with any."""
+def _is_one_of(value: Any, values: tuple[Any, ...]) -> bool:
+    """As JSON has it: 1 is 1.0, but not true."""
+    return any(value == one and isinstance(value, bool) is isinstance(one, bool) for one in values)
+
+
+def _read_adapters(schema: RequestSchema, given: dict[str, Any]) -> None:
+    """``lora_name`` and ``lora_strength`` as the one field that names adapters, where the model is served with any.
+
+    The strength is that of every name that has none of its own (``NAME:STRENGTH``).
+    """
     if schema.param(LORA) is None:
         return
-    name, strength = given.pop("lora_name", ""), given.pop("lora_strength", None)
+    name, strength = given.pop("lora_name", None), given.pop("lora_strength", None)
+    if strength is not None:
+        strength = float(read_number("lora_strength", strength, form=True))
+        if abs(strength) > MAX_ADAPTER_SCALE:
+            refuse("lora_strength", strength, f"within {MAX_ADAPTER_SCALE:g} of 0")
     if name in ("", None):
+        if strength not in (1, None):
+            raise BadRequest("lora_strength", f"lora_strength={strength:g}: is of no use without lora_name")
         return
     if LORA in given:
         raise BadRequest("lora_name", f"{LORA} and lora_name are both given; give one of them", code="duplicate_field")
-    given["lora_name"] = name if strength is None else f"{name}:{strength}"
+    if strength is not None and isinstance(name, str):
+        name = ",".join(one if ":" in one else f"{one.strip()}:{strength!r}" for one in name.split(","))
+    given["lora_name"] = name
 
 
 def _place(target: dict[str, Any], names: dict[str, str], name: str, spoken: str, value: Any) -> None:

@@ -28,7 +28,15 @@ class TaskStatus(Shape):
     error: str | None
     error_type: str | None
     save_result_path: str
-    """Under the server's output folder; `/v1/files/download/` takes it too."""
+    """Under the server's output folder; `/v1/files/download/` takes it too. Of several files it is the first's."""
+
+
+class TaskFiles(Shape):
+    """What a task made."""
+
+    task_id: str
+    files: list[str]
+    """Paths under the server's output folder; `/v1/files/download/` takes each."""
 
 
 class TaskStopped(Shape):

@@ -13,12 +13,13 @@ from triptych.api.errors import CLIENT_CLOSED, DeadlinePassed, NoContent
 from triptych.api.events import EVENTS_RESPONSE, EventStream
 from triptych.api.files import media_response
 from triptych.api.routes import STRICT, errors
-from triptych.api.task_book import TaskBook
+from triptych.api.task_book import TaskBook, paths_of
 from triptych.api.task_events import follow_ticket
-from triptych.api.task_shapes import TaskCreated, TaskStatus, TaskStopped
+from triptych.api.task_shapes import TaskCreated, TaskFiles, TaskStatus, TaskStopped
 from triptych.api.tickets import Ticket
 from triptych.api.videos import CREATE_STATUSES
 from triptych.api.waiting import Waiting
+from triptych.server.records import JobRecord
 
 SYNC_SECONDS: Final = 600
 
@@ -48,6 +49,7 @@ class Tasks:
             app, "/v1/tasks/{task_id}/result", self.result, "GET", "Download what a task made", (400, 404, 416, 500),
             response_class=FileResponse,
         )  # fmt: skip
+        self._add(app, "/v1/tasks/{task_id}/files", self.files, "GET", "List what a task made", (400, 404, 500))
         self._add(
             app, "/v1/tasks/{task_id}/events", self.events, "GET", "Follow a task as server-sent events",
             (400, 404, 500), response_class=Response, extra={200: EVENTS_RESPONSE},
@@ -98,7 +100,7 @@ class Tasks:
             raise
         if ended is None:
             return Response(status_code=CLIENT_CLOSED)
-        await self._book.saved.ensure(ended[0])
+        await self._context.service.saved.ensure(record.id)
         return await media_response(request, ended[0].files[0], "inline")
 
     async def all(self) -> dict[str, TaskStatus]:
@@ -110,13 +112,22 @@ class Tasks:
         return await self._book.status(self._book.find(task_id))
 
     async def result(self, request: Request, task_id: str) -> FileResponse:
-        """The finished file, whole or in byte ranges."""
+        """The finished file, the first if there are several, whole or in byte ranges."""
+        return await media_response(request, (await self._made(task_id)).files[0], "attachment")
+
+    async def files(self, task_id: str) -> TaskFiles:
+        """Where everything lies that the task made: several images, or the layers of one."""
+        record = await self._made(task_id)
+        await self._context.service.saved.ensure(record.id)
+        return TaskFiles(task_id=task_id, files=paths_of(record))
+
+    async def _made(self, task_id: str) -> JobRecord:
         task = self._book.find(task_id)
         if isinstance(task, Ticket) or not task.ended or not task.files:
             status = await self._book.status(task)
             why = f": {status.error}" if status.error else ""
             raise NoContent("task_id", f"task {status.task_id} is {status.status} and has no result{why}")
-        return await media_response(request, task.files[0], "attachment")
+        return task
 
     async def events(self, task_id: str) -> EventStream:
         """The task from now until its end: events queued, stage, step, done and failed."""

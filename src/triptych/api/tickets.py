@@ -35,7 +35,7 @@ class Reason:
 
 @dataclass(kw_only=True, slots=True)
 class Ticket:
-    """A task by a name of its own: posts that wait for each other, or the job that they became."""
+    """A task that is no job (yet): posts that wait for each other, or a name whose job is being submitted."""
 
     id: str
     output: Output
@@ -47,6 +47,7 @@ class Ticket:
     key: tuple[str, ...] = ()
     parts: set[Part] = field(default_factory=set[Part])
     job: RequestId | None = None
+    """What it became, or stands for."""
     reason: Reason | None = None
     ended: float | None = None
     """Unix seconds."""
@@ -58,7 +59,10 @@ class Ticket:
 
 
 class Tickets:
-    """All tickets. Times come in as arguments: ``now`` of a steady clock, ``clock`` in Unix seconds."""
+    """All tickets that somebody may ask for. A job that has a ticket's name is found by that, and needs no ticket.
+
+    Times come in as arguments: ``now`` of a steady clock, ``clock`` in Unix seconds.
+    """
 
     def __init__(self) -> None:
         self._tickets: OrderedDict[str, Ticket] = OrderedDict()
@@ -94,7 +98,7 @@ class Tickets:
         """A new ticket; raises `TaskExists`."""
         id = task_id or f"task_{secrets.token_hex(16)}"
         if id in self._tickets:
-            raise TaskExists("task_id", f"task_id={id[:60]!r}: a task of that id exists")
+            raise taken(id)
         ticket = Ticket(id=id, output=output, save_path=save_path, created=clock, opened=now)
         self._tickets[id] = ticket
         while len(self._tickets) > MOST_KEPT:
@@ -108,8 +112,8 @@ class Tickets:
     def expire(self, now: float, clock: float) -> None:
         """Give up tickets whose posts did not all come in time."""
         for ticket in self._tickets.values():
-            if ticket.open and ticket.parts and now - ticket.opened >= PATIENCE_SECONDS:
-                missing = " and ".join(part for part in PARTS if part not in ticket.parts)
+            missing = " and ".join(part for part in PARTS if part not in ticket.parts)
+            if ticket.open and ticket.parts and missing and now - ticket.opened >= PATIENCE_SECONDS:
                 self.fail(
                     ticket,
                     Reason(
@@ -121,3 +125,8 @@ class Tickets:
     def fail(self, ticket: Ticket, reason: Reason, clock: float) -> None:
         """End a ticket without a job."""
         ticket.reason, ticket.ended = reason, clock
+
+
+def taken(id: str) -> TaskExists:
+    """The error of a task id that is another task's."""
+    return TaskExists("task_id", f"task_id={id[:60]!r}: a task of that id exists")

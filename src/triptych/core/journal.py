@@ -66,6 +66,12 @@ class Finish(Record, frozen=True, kw_only=True, tag="ended"):
     completed_at: float
 
 
+class Saved(Record, frozen=True, kw_only=True, tag="saved"):
+    """The files of a request that is done lie at the path that its client asked for."""
+
+    request: RequestId
+
+
 class Paused(Record, frozen=True, kw_only=True, tag="paused"):
     """A client has a request wait, or lets it go on."""
 
@@ -79,7 +85,7 @@ class Deleting(Record, frozen=True, kw_only=True, tag="deleting"):
     request: RequestId
 
 
-JournalEntry: TypeAlias = Accepted | LeaseGranted | StageDone | Paused | Stored | Finish | Deleting
+JournalEntry: TypeAlias = Accepted | LeaseGranted | StageDone | Paused | Stored | Finish | Saved | Deleting
 
 ENDED_SLOT = 2
 TRANSIENT_SLOT = 10
@@ -93,7 +99,7 @@ def request_of(entry: JournalEntry) -> RequestId:
             return entry.lease.request
         case Finish():
             return entry.view.request
-        case Accepted() | Paused() | Stored() | Deleting():
+        case Accepted() | Paused() | Stored() | Saved() | Deleting():
             return entry.request
 
 
@@ -108,6 +114,8 @@ def slot_of(entry: JournalEntry) -> int:
             return ENDED_SLOT
         case Deleting():
             return 3
+        case Saved():
+            return 4
         case LeaseGranted():
             return TRANSIENT_SLOT
         case StageDone():
@@ -140,6 +148,7 @@ class History:
         self.stages: dict[Role, StageDone] = {}
         self.stored: Stored | None = None
         self.finish: Finish | None = None
+        self.saved = False
         self.paused = False
         self.deleting = False
         self._attempt = 1
@@ -166,6 +175,8 @@ class History:
                 self.stored = entry
             case Finish():
                 self.finish = entry
+            case Saved():
+                self.saved = True
             case Deleting():
                 self.deleting = True
 

@@ -71,6 +71,8 @@ def revive(job: Remembered, media: MediaStore) -> Entry:
     entry.started_at, entry.completed_at = finish.started_at, finish.completed_at
     if history.stored is not None:
         entry.files = tuple(_file(note, media) for note in history.stored.files)
+    if history.saved:
+        entry.saved = ""
     return entry
 
 

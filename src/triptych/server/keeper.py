@@ -6,7 +6,7 @@ import asyncio
 import functools
 import logging
 import time
-from collections.abc import Callable, Coroutine, Sequence
+from collections.abc import Awaitable, Callable, Coroutine, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any, ParamSpec, TypeVar
 
@@ -21,6 +21,7 @@ from triptych.server.idempotency import IdempotencyKey, Keys
 from triptych.server.media_remote import RemoteMedia
 from triptych.server.media_store import LocalMedia, MediaStore
 from triptych.server.records import Entry, IdMint, Records
+from triptych.server.saved import SavedFiles
 from triptych.wire.messages import MediaFile
 
 log = logging.getLogger(__name__)
@@ -45,6 +46,7 @@ class Keeper:
         self._threads = ThreadPoolExecutor(STORE_THREADS, thread_name_prefix="media-store")
         self._background: set[asyncio.Task[Any]] = set()
         self.records = Records(config.retained_jobs, self._forget, retained_bytes=config.retained_bytes)
+        self.saved = SavedFiles(self.records, config.output_dir, config.state_dir, self.note)
         self.keys = Keys()
 
     # -- life --------------------------------------------------------------------------------------------------
@@ -103,7 +105,10 @@ class Keeper:
         return entry
 
     def revive(self, job: Remembered) -> Entry | None:
-        """Remember a job of an earlier life as that left it; returns it if it has yet to be brought to its end."""
+        """Remember a job of an earlier life as that left it; returns it if it has yet to be brought to its end.
+
+        To be called for all of them in one go: which files are to be saved is seen when all are known.
+        """
         accepted = job.history.accepted
         entry = revive(job, self._media)
         self._mint.after(entry.id)
@@ -120,6 +125,7 @@ class Keeper:
             return entry
         if job.history.finish is None:
             self._note_end(entry, entry.view)
+        self._save(entry)
         return None
 
     def update(self, entry: Entry, view: JobView) -> None:
@@ -127,6 +133,7 @@ class Keeper:
         self.records.update(entry, view)
         if entry.completed_at is not None:
             self._note_end(entry, view)
+            self._save(entry)
             if entry.images:
                 self.spawn(self._archive.drop_images(entry.id))
 
@@ -184,11 +191,15 @@ class Keeper:
         assert entry.completed_at is not None
         self.note(Finish(view=view, started_at=entry.started_at, completed_at=entry.completed_at))
 
+    def _save(self, entry: Entry) -> None:
+        if self.saved.due(entry):
+            self.spawn(self._quietly(self.saved.ensure(entry.id)))
+
     def _forget(self, entry: Entry) -> None:
         self.spawn(self._quietly(self.erase(entry)))
 
-    async def _quietly(self, work: Coroutine[Any, Any, None] | asyncio.Future[None]) -> None:
+    async def _quietly(self, work: Awaitable[object]) -> None:
         try:
             await work
         except StorageFailed as error:
-            log.error("something of a job that is over stays behind: %s", error)
+            log.error("what was left to do for a job that is over failed: %s", error)

@@ -9,7 +9,7 @@ import time
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Literal, Protocol, TypeAlias, get_args
+from typing import Any, Final, Literal, Protocol, TypeAlias, get_args
 
 from triptych.core.events import JobState, JobView
 from triptych.core.states import TERMINAL, is_running
@@ -17,6 +17,14 @@ from triptych.errors import BadRequest, NotFound
 from triptych.ids import RequestId
 
 OutputKind: TypeAlias = Literal["video", "image"]
+
+
+TASK_ID: Final = "task_id"
+"""Where a job's metadata has the name that its client gave it."""
+SAVE_PATH: Final = "save_result_path"
+"""Where a job's metadata has the path, under the output folder, at which its client wants the file."""
+
+_INDEXED: Final = (TASK_ID, SAVE_PATH)
 
 
 class Source(Protocol):
@@ -86,6 +94,7 @@ class Entry:
         "metadata",
         "output",
         "params",
+        "saved",
         "started_at",
         "timings_seen",
         "view",
@@ -118,6 +127,8 @@ class Entry:
         """Name of its idempotency key; empty when it has none."""
         self.images = images
         """How many images were uploaded with it."""
+        self.saved: str | None = None
+        """What went wrong when its files were brought to `SAVE_PATH`; empty when nothing did, None before."""
         self.timings_seen = 0
         self.waiters: list[asyncio.Future[None]] = []
         """Woken at the end of the job."""
@@ -178,6 +189,16 @@ def _wake(futures: Iterable[asyncio.Future[None]]) -> None:
             future.set_result(None)
 
 
+def _age(request: RequestId) -> str:
+    """What ids of all kinds sort by."""
+    return request.partition("_")[2]
+
+
+def _marks(entry: Entry) -> list[tuple[str, str]]:
+    """By what else than its id a job is found."""
+    return [(key, value) for key in _INDEXED if (value := entry.metadata.get(key))]
+
+
 class IdMint:
     """Ids that sort by age and cannot be guessed: kind, milliseconds, a counter within them, 64 random bits."""
 
@@ -215,6 +236,8 @@ class Records:
         self._entries: dict[RequestId, Entry] = {}
         self._by_age: dict[OutputKind, list[RequestId]] = {output: [] for output in get_args(OutputKind)}
         """Ids of each kind, sorted: entries come in another order after a restart, or when one's images took long."""
+        self._having: dict[tuple[str, str], list[RequestId]] = {}
+        """Ids in order of age by what the metadata has under an indexed key."""
         self._ended: dict[RequestId, None] = {}
         """Ended jobs in the order of their end."""
         self.states: dict[JobState, int] = dict.fromkeys(JobState, 0)
@@ -230,6 +253,8 @@ class Records:
         """Remember a new job, or one that has ended, then in the order of their ends."""
         self._entries[entry.id] = entry
         bisect.insort(self._by_age[entry.output], entry.id)
+        for mark in _marks(entry):
+            bisect.insort(self._having.setdefault(mark, []), entry.id, key=_age)
         self.states[entry.view.state] += 1
         if entry.ended:
             self._end(entry)
@@ -244,6 +269,10 @@ class Records:
         if entry is None:
             raise NotFound(f"no job has the id {request!r}")
         return entry
+
+    def having(self, key: str, value: str) -> list[Entry]:
+        """The jobs whose metadata has ``value`` under ``key`` (`TASK_ID` or `SAVE_PATH`), oldest first."""
+        return [self._entries[request] for request in self._having.get((key, value), ())]
 
     def update(self, entry: Entry, view: JobView) -> None:
         """A job's new state; wakes who watches it. The final state is the last one taken."""
@@ -270,6 +299,10 @@ class Records:
         if self._entries.pop(entry.id, None) is not None:
             ids = self._by_age[entry.output]
             del ids[bisect.bisect_left(ids, entry.id)]
+            for mark in _marks(entry):
+                self._having[mark].remove(entry.id)
+                if not self._having[mark]:
+                    del self._having[mark]
             if entry.id in self._ended:
                 del self._ended[entry.id]
                 self._bytes -= entry.nbytes

@@ -7,7 +7,7 @@ import functools
 import secrets
 import time
 from collections.abc import AsyncIterator, Mapping, Sequence
-from typing import Any, Literal, ParamSpec, TypeVar
+from typing import Any, Literal
 
 from prometheus_client import CollectorRegistry
 
@@ -37,7 +37,7 @@ from triptych.server.keeper import Keeper
 from triptych.server.metrics import Gauges, Metrics
 from triptych.server.notices import Notices
 from triptych.server.readiness import Addresses, Readiness, judge
-from triptych.server.records import Entry, JobRecord, OutputKind, StoredFile, turn
+from triptych.server.records import TASK_ID, Entry, JobRecord, OutputKind, StoredFile, turn
 from triptych.server.shell import Shell
 from triptych.transport.control.keys import load_keys
 from triptych.transport.control.server import ServerControl
@@ -47,13 +47,8 @@ from triptych.wire.schema import RequestSchema
 __all__ = ["DiffusionService", "JobRecord", "OutputKind", "Readiness", "StoredFile"]
 
 
-STORE_THREADS = 4
-"""Media files written at the same time."""
 KNOWN_INSTANCES = 256
 """Instances, live or gone, whose up or down is shown in the metrics."""
-
-P = ParamSpec("P")
-T = TypeVar("T")
 
 
 class DiffusionService:
@@ -68,6 +63,7 @@ class DiffusionService:
         self._created = time.monotonic()
         self._keeper = Keeper(config)
         self._records = self._keeper.records
+        self.saved = self._keeper.saved
         self._addresses = Addresses()
         self._metrics = Metrics(self._gauges)
         self._router = Router(config.router, self._epoch, self._result_urls())
@@ -185,6 +181,11 @@ class DiffusionService:
     def get(self, id: RequestId) -> JobRecord:
         """The job as it is now; raises `NotFound`."""
         return self._record(self._records.get(id))
+
+    def named(self, name: str) -> JobRecord | None:
+        """The newest job to which its client gave that name (`TASK_ID`); None when there is none."""
+        found = self._records.having(TASK_ID, name)
+        return self._record(found[-1]) if found else None
 
     def page(
         self, *, output: OutputKind, after: RequestId | None, limit: int, order: Literal["asc", "desc"]

@@ -8,7 +8,8 @@ from dataclasses import dataclass
 
 from triptych.ids import MAX_ADAPTER_SCALE
 
-_SCALE = re.compile(r"[+-]?(\d{1,3}(\.\d{0,6})?|\.\d{1,6})")
+_SCALE = re.compile(r"[+-]?([0-9]{1,3}(\.[0-9]{0,30})?|\.[0-9]{1,30})([eE]-[0-9]{1,3})?")
+"""However many digits a number has: as it comes out of JSON."""
 
 
 @dataclass(frozen=True, slots=True)
