@@ -170,6 +170,13 @@ def test_guidance_that_is_on_by_itself_can_be_turned_off() -> None:
     assert (off["true_cfg_scale"], off["guidance_scale"]) == (1.0, 1.0)
 
 
+def test_a_scale_that_a_pipeline_never_reads_is_not_offered() -> None:
+    """Chroma's signature has Flux's second scale, but its guidance goes by the first."""
+    schema = guided("ChromaInpaintPipeline")
+    assert schema.param("true_cfg_scale") is None
+    assert schema.param("negative_prompt") is not None
+
+
 @pytest.mark.parametrize(
     ("name", "scale"),
     [

@@ -81,7 +81,8 @@ class TaskBook:
 
     async def _start(self, request: Request, fields: TaskFields, order: Order, output: Output) -> JobRecord:
         if fields.task_id is None:
-            return await self._hand_in(request, order, output, {SAVE_PATH: fields.save_path})
+            metadata = {SAVE_PATH: fields.save_path}
+            return await self._context.desk.submit(request, order, output, metadata=metadata)
         self._check_free(fields.task_id)
         ticket = self._tickets.name(
             fields.task_id, output=output, save_path=fields.save_path, now=time.monotonic(), clock=time.time()
@@ -95,7 +96,7 @@ class TaskBook:
     async def _submit(self, request: Request, ticket: Ticket, order: Order) -> JobRecord:
         try:
             metadata = {TASK_ID: ticket.id, SAVE_PATH: ticket.save_path}
-            record = await self._hand_in(request, order, ticket.output, metadata)
+            record = await self._context.desk.submit(request, order, ticket.output, metadata=metadata)
         except TriptychError as error:
             self._tickets.fail(ticket, Reason(error.code, error.message), time.time())
             raise
@@ -103,9 +104,6 @@ class TaskBook:
         if task_id_of(record) == ticket.id:
             self._tickets.forget(ticket)  # kept only where an Idempotency-Key led to the job of another task
         return record
-
-    async def _hand_in(self, request: Request, order: Order, output: Output, metadata: Mapping[str, str]) -> JobRecord:
-        return await self._context.desk.submit(request, order, output, metadata=metadata)
 
     def _check_free(self, id: str | None) -> None:
         if id is not None and self._service.named(id) is not None:

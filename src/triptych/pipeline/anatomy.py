@@ -106,7 +106,7 @@ class _Reading:
             for name, parameter in inspect.signature(kind.__init__).parameters.items()
             if name != "self" and (parameter.default is None or parameter.default is inspect.Parameter.empty)
         }
-        ignored = frozenset(_ignored(self.call))
+        ignored = frozenset(_ignored(kind, self.call))
         self.parameters = {
             name: parameter.default
             for name, parameter in inspect.signature(kind.__call__).parameters.items()
@@ -239,13 +239,13 @@ def _overruled(call: ast.FunctionDef | None) -> Iterator[str]:
             yield from (target.id for target in statement.targets if isinstance(target, ast.Name))
 
 
-def _ignored(call: ast.FunctionDef | None) -> Iterator[str]:
-    """Parameters that a call has and never looks at."""
+def _ignored(kind: type[Any], call: ast.FunctionDef | None) -> Iterator[str]:
+    """Parameters that a call has and never looks at, by name or through ``locals()`` for its callback."""
     if call is None:
         return
     seen = {node.id for statement in call.body for node in ast.walk(statement) if isinstance(node, ast.Name)}
-    if "locals" not in seen:
-        yield from (argument.arg for argument in (*call.args.args, *call.args.kwonlyargs) if argument.arg not in seen)
+    seen.update(getattr(kind, "_callback_tensor_inputs", ()))
+    yield from (argument.arg for argument in (*call.args.args, *call.args.kwonlyargs) if argument.arg not in seen)
 
 
 def _step_loops(call: ast.FunctionDef) -> list[ast.For | ast.While]:

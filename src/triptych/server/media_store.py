@@ -96,6 +96,7 @@ class LocalMedia:
             for index, (file, data) in enumerate(files):
                 name = request if len(files) == 1 else f"{request}-{index}"
                 stored.append(self._store_one(name, file, data))
+            self._keep_names()
         except BaseException:
             self.remove(stored)
             raise
@@ -119,7 +120,6 @@ class LocalMedia:
         try:
             self._write(part, data)
             part.replace(path)
-            sync_folder(self.root)  # the decoder forgets its copy once this returns
         except OSError as error:
             with suppress(OSError):
                 part.unlink(missing_ok=True)
@@ -138,6 +138,13 @@ class LocalMedia:
             frames=file.frames,
             fps=file.fps,
         )
+
+    def _keep_names(self) -> None:
+        """Have the names survive a power cut too, once for all files of a job."""
+        try:
+            sync_folder(self.root)
+        except OSError as error:
+            raise StorageFailed(f"{self.root} cannot be written: {error}") from error
 
     @staticmethod
     def _write(path: Path, data: bytes) -> None:
