@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
-from diffusers import QwenImageTransformer2DModel
+from diffusers.models.transformers.transformer_qwenimage import QwenImageTransformer2DModel
 from torch import Tensor
+from torch.overrides import TorchFunctionMode
 
 from triptych.accel import qwen_dit
 
@@ -39,3 +42,48 @@ def test_it_computes_what_the_stock_one_does(model: QwenImageTransformer2DModel,
     assert torch.allclose(forward(model, given), stock, atol=2e-6)
     if given is not None and not given.all():
         assert not torch.allclose(stock, forward(model, None), atol=1e-4)
+
+
+class Looks(TorchFunctionMode):
+    """Counts how often somebody waits for the device to know a tensor's number."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.count = 0
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.count += func in (Tensor.__bool__, Tensor.item, Tensor.tolist, Tensor.cpu)
+        return func(*args, **(kwargs or {}))
+
+
+def test_steps_after_the_first_do_not_wait_to_see_the_mask(model: QwenImageTransformer2DModel) -> None:
+    qwen_dit.fuse(model)
+    mask = torch.ones(1, 5, dtype=torch.long)
+    with Looks() as first:
+        forward(model, mask)
+    with Looks() as later:
+        for _ in range(3):
+            forward(model, mask)
+    assert first.count - later.count // 3 == 1
+    with Looks() as maskless:
+        for _ in range(3):
+            forward(model, None)
+    assert later.count == maskless.count
+
+
+def test_a_mask_that_was_written_to_is_another_mask(model: QwenImageTransformer2DModel) -> None:
+    qwen_dit.fuse(model)
+    mask = torch.ones(1, 5, dtype=torch.long)
+    whole = forward(model, mask)
+    mask[0, 3:] = 0
+    assert not torch.allclose(forward(model, mask), whole, atol=1e-4)
+
+
+def test_masks_are_forgotten_with_their_requests() -> None:
+    masks = qwen_dit.Masks()
+    mask, other = torch.ones(1, 5), torch.tensor([[1.0, 0.0]])
+    assert not masks.hides(mask)
+    assert masks.hides(other)
+    assert len(masks) == 2
+    del mask, other
+    assert len(masks) == 0

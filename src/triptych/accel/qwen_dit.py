@@ -2,7 +2,8 @@
 
 Its rotary embedding multiplies complex numbers, for which `torch.compile` makes no kernel; here the same products are
 written out in real ones. Its pipeline passes a mask also where every token of the text counts, and attention with a
-mask takes a slow path; such a mask is left out.
+mask takes a slow path; such a mask is left out. To see whether it is one is to wait for the GPU, so each mask is looked
+at once, not in every step.
 """
 
 # pyright: reportPrivateUsage=false
@@ -10,6 +11,7 @@ mask takes a slow path; such a mask is left out.
 from __future__ import annotations
 
 import functools
+import weakref
 from collections.abc import Callable
 from typing import Any
 
@@ -72,6 +74,34 @@ class RealRotaryAttention:
         return attn.to_out[1](attn.to_out[0](picture)), attn.to_add_out(words)
 
 
+class Masks:
+    """Which masks hide a token, of those that are still there. Used from one thread."""
+
+    def __init__(self) -> None:
+        self._known: dict[int, tuple[weakref.ref[Tensor], int, bool]] = {}
+        """By the mask's address: the mask, its version when it was looked at, and whether it hides anything."""
+
+    def __len__(self) -> int:
+        """How many masks are remembered."""
+        return len(self._known)
+
+    def hides(self, mask: Tensor) -> bool:
+        """Whether ``mask`` hides a token; waits for the GPU when it is a new one or was written to."""
+        if mask.is_inference():  # which does not say when it changes
+            return not bool(mask.all())
+        address = id(mask)
+        known = self._known.get(address)
+        if known is None or known[0]() is not mask or known[1] != mask._version:
+            known = weakref.ref(mask, functools.partial(self._forget, address)), mask._version, not bool(mask.all())
+            self._known[address] = known
+        return known[2]
+
+    def _forget(self, address: int, dead: weakref.ref[Tensor]) -> None:
+        """A mask is gone; what stands under its old address may by now be another's."""
+        if address in self._known and self._known[address][0] is dead:
+            del self._known[address]
+
+
 def fuse(transformer: nn.Module) -> int:
     """Put it into a Qwen-Image transformer; returns how many attention modules changed."""
     changed = 0
@@ -84,10 +114,11 @@ def fuse(transformer: nn.Module) -> int:
             module.processor = made
             changed += 1
     compute: Callable[..., Any] = transformer.forward
+    masks = Masks()
 
     @functools.wraps(compute)
     def forward(*args: Any, encoder_hidden_states_mask: Tensor | None = None, **kwargs: Any) -> Any:
-        if encoder_hidden_states_mask is not None and bool(encoder_hidden_states_mask.all()):
+        if encoder_hidden_states_mask is not None and not masks.hides(encoder_hidden_states_mask):
             encoder_hidden_states_mask = None
         return compute(*args, encoder_hidden_states_mask=encoder_hidden_states_mask, **kwargs)
 
