@@ -234,5 +234,6 @@ def test_being_asked_again_changes_nothing_and_a_dead_thread_ends_the_waiting() 
     bench.feed(Stop(reason="SIGTERM", seconds=30.0))
     bench.feed(Stop(reason="SIGTERM", seconds=30.0))
     assert bench.out == []
-    bench.feed(Stop(reason="the compute thread died"))
+    bench.feed(Stop(reason="the compute thread died", failed=True))
+    assert said(bench) == [Goodbye]
     assert bench.out[-1] == Halt()

@@ -173,6 +173,32 @@ def test_a_request_that_two_instances_died_of_is_not_tried_a_third_time() -> Non
     assert len(bench.router.instances()) == 1
 
 
+def test_a_request_that_breaks_instances_from_within_is_not_tried_a_third_time_either() -> None:
+    bench = Bench()
+    for number in range(3):
+        bench.join(f"encoder-{number}")
+    request = bench.submit("poison")
+    for attempt in (1, 2):
+        (holder,) = runs(bench)
+        bench.started(holder, lease(request, E, attempt))
+        died = "the compute thread died: RuntimeError: device-side assert"
+        bench.receive(Goodbye(**bench._signed(holder), reason=died, failed=True))
+    error = bench.view(request).error
+    assert error is not None
+    assert error.code == "poison"
+    assert "attempt 2 on encoder-1: instance lost: the compute thread died: RuntimeError" in error.message
+
+
+def test_instances_that_leave_when_they_are_asked_to_cost_a_request_nothing() -> None:
+    bench = Bench()
+    request = bench.submit("r")
+    for attempt in range(1, 6):
+        bench.join("encoder", life=attempt)
+        bench.started("encoder", lease(request, E, attempt))
+        bench.receive(Goodbye(**bench._signed("encoder"), reason="SIGTERM"))
+    assert bench.view(request).state is JobState.ENCODER_WAITING
+
+
 def test_a_request_that_gets_further_each_time_is_not_what_its_instances_die_of() -> None:
     bench = Bench()
     bench.join("encoder")

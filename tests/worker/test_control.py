@@ -154,7 +154,7 @@ def test_a_stop_is_told_to_the_server_and_ends_well(stand: Stand) -> None:
     assert stand.end() == 0
     message, _ = stand.hear(Goodbye)
     assert isinstance(message, Goodbye)
-    assert message.reason == "SIGTERM"
+    assert (message.reason, message.failed) == ("SIGTERM", False)
 
 
 def test_a_dead_thread_is_told_to_the_server_and_ends_badly(stand: Stand) -> None:
@@ -162,7 +162,7 @@ def test_a_dead_thread_is_told_to_the_server_and_ends_badly(stand: Stand) -> Non
     assert stand.end() == 1
     message, _ = stand.hear(Goodbye)
     assert isinstance(message, Goodbye)
-    assert message.reason == "the media thread died: MemoryError: no room"
+    assert (message.reason, message.failed) == ("the media thread died: MemoryError: no room", True)
 
 
 def staged(stand: Stand, nbytes: int = 1000) -> RunStage:
@@ -237,4 +237,5 @@ def test_an_idle_instance_whose_pool_lost_track_of_its_bytes_ends(
     goodbye, _ = stand.hear(Goodbye)
     assert isinstance(goodbye, Goodbye)
     assert "bytes 0 to 64 have two owners" in goodbye.reason
+    assert goodbye.failed
     assert stand.end() == 1

@@ -13,8 +13,10 @@ _SILENCE = 2.0
 class Drain:
     """Times are in seconds of the machine's clock."""
 
-    def __init__(self, now: float, seconds: float, reason: str) -> None:
+    def __init__(self, now: float, seconds: float, reason: str, *, failed: bool = False) -> None:
         self.reason = reason
+        self.failed = failed
+        """Whether it leaves because something in it broke."""
         self.until = now + seconds
         """When the instance leaves whatever runs."""
         self._hand_over = self.until - min(_HAND_OVER, seconds / 2)

@@ -247,7 +247,8 @@ class InstanceMachine:
         if self._drain is not None and event.seconds:
             return  # asked once more
         idle = not self._leases.works and not len(self._leases.shelf)
-        self._drain = Drain(self._now, 0.0 if idle or not self._welcomed else event.seconds, event.reason)
+        seconds = 0.0 if idle or not self._welcomed else event.seconds
+        self._drain = Drain(self._now, seconds, event.reason, failed=event.failed)
         if not self._take_leave(self._drain):
             self._say_draining(self._drain)
 
@@ -257,7 +258,7 @@ class InstanceMachine:
     def _take_leave(self, drain: Drain) -> bool:
         """Leave if it is time; before that, stop what would not be finished, so that another can go on with it."""
         if drain.over(self._now, working=bool(self._leases.works)):
-            self._out.append(Say(message=self._voice.goodbye(drain.reason)))
+            self._out.append(Say(message=self._voice.goodbye(drain.reason, failed=drain.failed)))
             self._halt(None)
             return True
         if drain.hand_over(self._now):

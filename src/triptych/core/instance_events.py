@@ -92,11 +92,13 @@ class Usage(Record, frozen=True, kw_only=True):
 
 
 class Stop(Record, frozen=True, kw_only=True):
-    """The process is asked to end (signal): take no new work, finish or hand over what runs, then halt."""
+    """The process has to end (signal, or a dead thread): take no new work, finish or hand over what runs, then halt."""
 
     reason: str
     seconds: float = 0.0
     """How long that may take at most; 0: halt at once."""
+    failed: bool = False
+    """Nobody asks for it: something in the process broke. Goes with an end at once."""
 
 
 InstanceEvent: TypeAlias = (

@@ -223,13 +223,13 @@ class Membership:
     # -- leaving ------------------------------------------------------------------------------------------------
 
     def goodbye(self, message: Goodbye) -> None:
-        """An instance leaves of its own will."""
+        """An instance leaves of its own will, or because something in it broke."""
         member = self._ledger.members.get(message.instance)
         if member is None or member.epoch != message.epoch:
             self._ledger.count("stale_message", "goodbye", message.instance)
             return
         self._over.add(member)
-        self._ledger.lose(member, message.reason, crashed=False)
+        self._ledger.lose(member, message.reason, crashed=message.failed)
 
     def exited(self, instance: InstanceId) -> None:
         """Nobody listens at an instance's work port: its process has ended. One that has not, behind a network that

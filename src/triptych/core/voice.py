@@ -66,9 +66,9 @@ class Voice:
             copies=tuple(copies),
         )
 
-    def goodbye(self, reason: str) -> Goodbye:
+    def goodbye(self, reason: str, *, failed: bool) -> Goodbye:
         """The last word."""
-        return Goodbye(**self._signature, reason=reason)
+        return Goodbye(**self._signature, reason=reason, failed=failed)
 
     def draining(self, seconds: float) -> Draining:
         """The instance was asked to stop, and stays so long at most."""

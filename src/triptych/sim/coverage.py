@@ -19,6 +19,7 @@ class Fault(enum.StrEnum):
     MESSAGES_REORDERED = "messages reordered"
     PARTITION = "partition"
     CRASH = "instance crashed"
+    BREAKDOWN = "instance broke from within"
     RESTART = "instance restarted"
     DEPARTURE = "instance asked to leave"
     FREEZE = "instance frozen"

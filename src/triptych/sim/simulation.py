@@ -147,7 +147,7 @@ class Simulation:
         instances = list(self.instances.values())
         for _ in range(plan.crashes):
             victim, when = random.choice(instances), random.random() * plan.calm_at
-            world.at(when, victim.crash)
+            world.at(when, victim.crash if random.random() < 0.7 else victim.break_down)
             if random.random() < 0.5:
                 world.at(when + 0.05, partial(self.server.refused, victim.id))
             world.at(when + random.choice((0.1, 1.0, 4.0)), victim.start)

@@ -132,6 +132,12 @@ class SimInstance:
             self._world.strike(Fault.CRASH, self.id)
             self._end_life()
 
+    def break_down(self) -> None:
+        """End this life over something inside it, which it still says."""
+        if self.alive:
+            self._world.strike(Fault.BREAKDOWN, self.id)
+            self._feed(Stop(reason="the compute thread died", failed=True))
+
     def _end_life(self) -> None:
         self.alive = False
         self._leases = ()

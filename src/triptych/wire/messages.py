@@ -17,7 +17,7 @@ from triptych.wire.schema import RequestSchema
 
 MAX_PREVIEW_BYTES = 32 << 10
 
-PROTOCOL_VERSION = 2
+PROTOCOL_VERSION = 3
 
 ID_LENGTH = 256
 """Characters of the longest id. Ids of strangers are echoed in answers, which wait for whoever does not read them."""
@@ -124,6 +124,8 @@ class Goodbye(_FromInstance, frozen=True, tag="goodbye"):
     """The instance stops; its work and its copies are gone after this."""
 
     reason: str
+    failed: bool = False
+    """It does not stop of its own will: something in it broke, perhaps over what it was computing."""
 
 
 class Draining(_FromInstance, frozen=True, tag="draining"):

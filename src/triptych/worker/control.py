@@ -129,7 +129,7 @@ class ControlLoop:
             self._plane.check_integrity()
         except AssertionError as error:
             log.critical("the books of the transfer pool are wrong: %s", error)
-            self._feed(Stop(reason=f"the books of the transfer pool are wrong: {error}"))
+            self._feed(Stop(reason=f"the books of the transfer pool are wrong: {error}", failed=True))
             self._exit_code = 1
 
     def abandon(self) -> None:
@@ -147,7 +147,7 @@ class ControlLoop:
                 self._files[post.outcome.lease] = post.files
                 self._feed(Ended(outcome=post.outcome))
             case ThreadDied():
-                self._feed(Stop(reason=f"the {post.thread} thread died: {post.reason}"))
+                self._feed(Stop(reason=f"the {post.thread} thread died: {post.reason}", failed=True))
                 self._exit_code = 1
             case Loaded():
                 raise AssertionError("a model is loaded once, before the loop runs")
