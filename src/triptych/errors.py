@@ -136,8 +136,15 @@ class StorageFull(TriptychError):
 
 
 class StorageFailed(TriptychError):
-    """A finished media file could not be kept for another reason than room; the message names the file."""
+    """A finished media file could not be kept for another reason than room; the message names the file.
+
+    ``retryable`` says whether the same file may be kept another time.
+    """
 
     blame = Blame.OPERATOR
     status = 500
     code = "storage_failed"
+
+    def __init__(self, message: str, *, retryable: bool = True) -> None:
+        super().__init__(message)
+        self.retryable = retryable

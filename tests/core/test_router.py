@@ -101,6 +101,8 @@ def test_the_decoder_may_read_what_the_encoder_made() -> None:
     assert [m.copy for m in bench.run("decoder").inputs] == ["for-decoder", "r/denoiser.1"]
     bench.started("decoder", lease(request, V))
     bench.finished("decoder", lease(request, V))
+    assert not bench.sent("encoder", Release), "the decoder may die before its files are stored"
+    bench.stored(lease(request, V))
     assert [release.copies for release in bench.sent("encoder", Release)] == [("for-decoder",)]
     assert [release.copies for release in bench.sent("denoiser", Release)] == [("r/denoiser.1",)]
 
@@ -127,17 +129,79 @@ def test_files_are_acknowledged_only_when_they_are_stored() -> None:
     assert not bench.all(Update)
 
 
-def test_files_that_cannot_be_stored_fail_the_request_with_the_reason() -> None:
-    bench = Bench()
+DISK_FULL = ErrorInfo(code="storage_full", message="no space left", blame="operator", retryable=True)
+
+
+def finished(bench: Bench, run_timeout: float = 600.0) -> RequestId:
+    """A request whose files have just arrived."""
     bench.pool()
-    request = bench.submit("r")
+    request = bench.submit("r", run_timeout=run_timeout)
     bench.encode(request)
     bench.denoise(request)
+    bench.started("decoder", lease(request, V))
     bench.finished("decoder", lease(request, V))
-    error = ErrorInfo(code="disk_full", message="no space left", blame="operator")
+    return request
+
+
+def test_files_that_cannot_be_stored_stay_with_the_decoder_and_are_stored_when_the_store_is_back() -> None:
+    bench = Bench()
+    request = finished(bench)
+    for _ in range(3):
+        bench.feed(StoreFailed(request=request, attempt=1, error=DISK_FULL))
+        assert bench.counted("store_failed") == 1
+        assert not bench.sent("decoder", Ack)
+        assert bench.view(request).state is JobState.DECODER_RUNNING
+        bench.finished("decoder", lease(request, V))  # sent again, for want of an acknowledgement
+        assert len(bench.all(StoreFiles)) == 1
+        bench.finished("decoder", lease(request, V))
+        assert not bench.all(StoreFiles), "one try at a time"
+    bench.stored(lease(request, V))
+    assert bench.view(request).state is JobState.DONE
+    assert bench.sent("decoder", Ack)
+    assert len(bench.view(request).timings) == 3
+
+
+def test_a_store_that_does_not_come_back_fails_the_request_at_its_run_timeout_with_the_reason() -> None:
+    bench = Bench()
+    request = finished(bench, run_timeout=20.0)
+    bench.feed(StoreFailed(request=request, attempt=1, error=DISK_FULL))
+    bench.finished("decoder", lease(request, V))
+    bench.feed(StoreFailed(request=request, attempt=1, error=DISK_FULL))
+    bench.wait(21.0)
+    view = bench.view(request)
+    assert view.state is JobState.FAILED
+    assert view.error is not None
+    assert view.error.code == "storage_full"
+    assert view.error.message == "no space left; tried 2 times until the run timeout of 20 s"
+    bench.finished("decoder", lease(request, V))
+    assert bench.sent("decoder", Ack), "it need not keep them any longer"
+
+
+def test_files_that_no_store_can_take_fail_the_request_at_once() -> None:
+    bench = Bench()
+    request = finished(bench)
+    error = ErrorInfo(code="storage_failed", message="a suffix that is none", blame="operator")
     bench.feed(StoreFailed(request=request, attempt=1, error=error))
     assert (bench.view(request).state, bench.view(request).error) == (JobState.FAILED, error)
     assert bench.sent("decoder", Ack)
+
+
+@pytest.mark.parametrize("writing", [False, True], ids=["between two tries", "during a try"])
+def test_a_decoder_that_dies_with_files_that_were_not_stored_costs_one_decoding(writing: bool) -> None:
+    bench = Bench()
+    request = finished(bench)
+    bench.join("decoder-2")
+    failed = StoreFailed(request=request, attempt=1, error=DISK_FULL)
+    if not writing:
+        bench.feed(failed)
+    bench.feed(InstanceExited(instance=InstanceId("decoder")))
+    if writing:
+        assert bench.view(request).state is JobState.DECODER_RUNNING, "what has arrived may yet be stored"
+        bench.feed(failed)
+    assert bench.run("decoder-2").lease == lease(request, V, 2)
+    bench.decode(request, "decoder-2", attempt=2)
+    assert bench.view(request).state is JobState.DONE
+    assert [timing.role for timing in bench.view(request).timings] == [E, D, V, V]
 
 
 def test_timings_say_where_the_time_went() -> None:

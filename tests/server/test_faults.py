@@ -224,12 +224,11 @@ async def test_garbage_on_every_socket_is_dropped_and_counted_while_honest_reque
 Usage = namedtuple("Usage", "total used free")
 
 
-async def test_a_full_disk_fails_with_507_and_loses_nothing_that_was_stored(
+async def test_a_full_disk_takes_no_new_requests_and_keeps_finished_work_until_there_is_room(
     house: House, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    puppet = house.add(hold=DECODER)
+    puppet = house.add()
     await house.ready()
-    puppet.hold = frozenset()
     earlier = await house.run("earlier")
     real_write = LocalMedia._write
 
@@ -240,17 +239,41 @@ async def test_a_full_disk_fails_with_507_and_loses_nothing_that_was_stored(
     with monkeypatch.context() as disk:
         disk.setattr(LocalMedia, "_write", staticmethod(no_room))
         disk.setattr(shutil, "disk_usage", lambda _: Usage(100, 100, 0))
-        failed = await house.run("too much")
+        made = await house.service.submit({"prompt": "too much"}, output="video")
+        hopeless = await house.service.submit({"prompt": "too much for too long"}, output="video", run_timeout=3.0)
+        await until(lambda: metric(house.service, "triptych_events_total", name="store_failed") >= 2, "two failures")
+        failed = await house.end(hopeless.id)
         assert failed.view.state is JobState.FAILED
         assert failed.view.error is not None
         assert (failed.view.error.code, failed.view.error.blame) == ("storage_full", "operator")
         assert str(house.outputs) in failed.view.error.message
+        assert house.service.get(made.id).view.state is JobState.DECODER_RUNNING
         with pytest.raises(StorageFull, match=str(house.outputs)) as caught:
             await house.service.submit({"prompt": "x"}, output="video")
         assert caught.value.status == 507
-    assert [p.name for p in house.outputs.iterdir()] == [earlier.files[0].name]
+        assert [p.name for p in house.outputs.iterdir()] == [earlier.files[0].name]
     assert earlier.files[0].path.read_bytes() == b"film"
+    kept = await house.end(made.id)
+    assert kept.files[0].path.read_bytes() == b"film"
+    assert len([lease for lease, _, _ in puppet.seen if lease.request == made.id]) == 3, "nothing was made twice"
     assert (await house.run("room again")).view.state is JobState.DONE
+    await house.idle()
+
+
+async def test_a_store_that_raises_what_nobody_expects_fails_one_request(
+    house: House, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def broken(path: Path, data: bytes) -> None:
+        raise RuntimeError("a bug")
+
+    house.add()
+    await house.ready()
+    with monkeypatch.context() as disk:
+        disk.setattr(LocalMedia, "_write", staticmethod(broken))
+        failed = await house.run()
+    assert failed.view.error is not None
+    assert (failed.view.error.code, failed.view.error.message) == ("storage_failed", "RuntimeError: a bug")
+    assert (await house.run()).view.state is JobState.DONE
     await house.idle()
 
 

@@ -178,7 +178,8 @@ class FilesStored(Record, frozen=True, kw_only=True):
 
 
 class StoreFailed(Record, frozen=True, kw_only=True):
-    """The shell could not store the files (disk full): the request fails with this error."""
+    """The shell could not store the files (disk full). With a retryable error the decoder's copy is waited for and
+    stored then, until the run timeout; with any other the request fails."""
 
     request: RequestId
     attempt: int

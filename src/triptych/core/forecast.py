@@ -112,7 +112,7 @@ class Forecast:
 
     def _left(self, job: Job, role: Role) -> float | None:
         """Predicted seconds of what a stage of a request has yet to do; None when they are unknown."""
-        if role in job.outputs or job.storing:
+        if role in job.outputs or job.storing is not None:
             return 0.0
         ledger, grant = self._ledger, job.grant
         if job.size is None:

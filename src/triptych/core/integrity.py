@@ -18,7 +18,7 @@ def check_ledger(ledger: Ledger) -> None:
         _check_member(ledger, member)
     queued = sum(len(queue) for queue in ledger.queues.values())
     granted = sum(grant.job is not None for member in ledger.members.values() for grant in member.grants.values())
-    storing = sum(job.storing and job.grant is None for job in ledger.jobs.values())
+    storing = sum(job.storing is not None and job.grant is None for job in ledger.jobs.values())
     held = sum(job.held for job in ledger.awaiting.values())
     parked = sum(job.parked for job in ledger.jobs.values())
     places = queued + granted + storing + held + parked
@@ -35,7 +35,7 @@ def _check_job(ledger: Ledger, job: Job) -> None:
     assert job.state not in TERMINAL, f"{name} has ended as {job.state} and is still booked"
     queued = [role for role in ROLES if job in ledger.queues[role]]
     grant = job.grant
-    places = len(queued) + (grant is not None or job.storing) + job.held + job.parked
+    places = len(queued) + (grant is not None or job.storing is not None) + job.held + job.parked
     assert places == 1, f"{name} stands in {places} places, queues {queued}"
     if queued:
         assert job.queued, f"{name} does not know that it is queued"
@@ -56,7 +56,9 @@ def _check_job(ledger: Ledger, job: Job) -> None:
         assert ledger.members[grant.instance].grants.get(grant.lease) is grant, f"{name}: its instance does not know"
         expected = WAITING if grant.started is None else RUNNING
         assert job.state is expected[job.role], f"{name} is {job.state} under {grant.lease}"
-        assert grant.storing == job.storing, f"{name}: request and lease disagree about storing"
+        assert grant.storing == (job.storing is not None), f"{name}: request and lease disagree about storing"
+    elif job.storing is not None:
+        assert job.storing.writing, f"{name}: its files are neither being written nor with a decoder"
     for copy in job.copies.values():
         member = ledger.members.get(copy.instance)
         assert member is not None, f"{name} needs a copy of {copy.instance}, which is gone"

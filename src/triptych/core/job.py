@@ -109,6 +109,17 @@ class Fault:
 
 
 @dataclass(kw_only=True, slots=True, eq=False)
+class Storing:
+    """Files on their way from the decoder, which keeps and repeats them until they are stored."""
+
+    writing: bool = True
+    """Whether the shell is at it."""
+    tries: int = 1
+    error: ErrorInfo | None = None
+    """What the last try failed with."""
+
+
+@dataclass(kw_only=True, slots=True, eq=False)
 class Awaited:
     """What the instances may bring back of a request that an earlier life of the server had under way."""
 
@@ -145,7 +156,8 @@ class Job:
     queued: bool = False
     """Whether it stands in the queue of its role; kept by the queue."""
     grant: Grant | None = None
-    storing: bool = False
+    storing: Storing | None = None
+    """Its files have arrived and are not stored yet."""
     awaited: Awaited | None = None
     """Until it is None, the request stands in no queue."""
     size: Size | None = None
@@ -214,7 +226,7 @@ class Job:
     @property
     def held(self) -> bool:
         """Whether it waits for what instances may bring back, and for nothing else."""
-        return self.awaited is not None and self.grant is None and not self.storing
+        return self.awaited is not None and self.grant is None and self.storing is None
 
     def inputs(self, role: Role) -> tuple[Manifest, ...]:
         """What a stage of ``role`` reads, in the order of the stages that made it."""

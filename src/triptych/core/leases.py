@@ -25,7 +25,7 @@ from triptych.core.instance_events import (
 )
 from triptych.core.shelf import Shelf
 from triptych.core.voice import Voice
-from triptych.core.work import PROGRESS_INTERVAL, RESEND_INTERVAL, Phase, Work
+from triptych.core.work import LONGEST_RESEND_INTERVAL, PROGRESS_INTERVAL, Phase, Work
 from triptych.ids import (
     CopyId,
     Role,
@@ -246,7 +246,8 @@ class Leases:
     def report_outcome(self, work: Work) -> None:
         """Send an outcome, not for the last time unless it is acknowledged."""
         assert work.outcome is not None
-        work.due = self.now + RESEND_INTERVAL
+        work.due = self.now + work.patience
+        work.patience = min(2 * work.patience, LONGEST_RESEND_INTERVAL)
         self.report(work.lease.role, self._voice.outcome(work.outcome))
 
     def count(self, name: str, detail: str, lease: Lease | None = None) -> None:

@@ -180,7 +180,7 @@ class Ledger:
             self.take_out(job)
             self.count("requeued", f"{job.role}: input {reason}", lost.instance, job.request)
             self.line_up(job)
-        elif grant is not None and not grant.fetched and grant.started is None and not job.storing:
+        elif grant is not None and not grant.fetched and grant.started is None and job.storing is None:
             role = grant.lease.role
             needed = (copy for made in job.outputs.values() for copy, consumer in made if consumer is role)
             if any(copy not in job.copies for copy in needed):
@@ -200,7 +200,7 @@ class Ledger:
             else:
                 self.revoke(grant)
             job.grant = grant.job = None
-        job.storing = job.paused = False
+        job.storing, job.paused = None, False
         job.keeping.clear()
         if job.awaited is not None:
             del self.awaiting[job.request]
@@ -210,6 +210,12 @@ class Ledger:
         self.job_deadlines.discard(job.request)
         del self.jobs[job.request]
         self.out.append(Update(view=job.view(self.now, None, error)))
+
+    def decode_again(self, job: Job, instance: InstanceId | None, reason: str) -> None:
+        """The files of a request are neither stored nor with a decoder any more; what they are made from is kept."""
+        job.storing = None
+        self.count("requeued", f"{job.role}: files not stored: {reason}", instance, job.request)
+        self.line_up(job)
 
     def take_out(self, job: Job) -> None:
         """Take a request out of its queue, or from where it is parked."""
@@ -387,6 +393,8 @@ class Ledger:
             assert job is not None
             if grant.storing:
                 job.grant = grant.job = None
+                if job.storing is not None and not job.storing.writing:
+                    self.decode_again(job, member.id, f"instance lost: {reason}")
             else:
                 charged = crashed and (grant.started is not None or not any_started)
                 if charged:

@@ -21,7 +21,7 @@ class Preemption:
         """Have a request wait for `resume`, with the steps that it has done."""
         ledger = self._ledger
         job = ledger.jobs.get(request)
-        if job is None or job.paused or job.storing:
+        if job is None or job.paused or job.storing is not None:
             return
         job.paused = True
         if job.queued:

@@ -6,7 +6,7 @@ from typing import TypeAlias, assert_never
 
 from triptych.core.cost import Costs, size_of
 from triptych.core.events import JobState, StageDone, StageTiming, StoreFiles
-from triptych.core.job import Copy, Grant, Job
+from triptych.core.job import Copy, Grant, Job, Storing
 from triptych.core.ledger import Ledger
 from triptych.core.members import Member
 from triptych.core.safekeeping import Safekeeping
@@ -55,7 +55,9 @@ class Reports:
             self._late(member, grant, message)
             return
         if grant.storing:
-            return  # repeated: it is acknowledged when the files are stored
+            if isinstance(message, Finished):
+                self._store_again(grant.job, message)
+            return
         match message:
             case Fetched():
                 self._fetch(grant.job, grant, message)
@@ -200,20 +202,49 @@ class Reports:
             self._fetch(job, grant, message.pull)
         self._start(job, grant)
         self._time(job, grant, message.compute_seconds, message.encode_seconds)
-        grant.storing = job.storing = True
+        grant.storing = True
+        job.storing = Storing()
         ledger.members[grant.instance].health.succeed()
-        ledger.release(list(job.copies.values()))
+        # Its inputs are kept: they are needed once more when the decoder dies before the files are stored.
         ledger.out.append(StoreFiles(lease=grant.lease, files=message.files))
 
-    def stored(self, request: RequestId, attempt: int, error: ErrorInfo | None) -> None:
-        """The shell has stored the files of a request, or could not."""
-        job = self._ledger.jobs.get(request)
-        if job is None or not job.storing or job.attempt != attempt:
-            self._ledger.count("late_report", "files of a request that has ended", None, request)
-        elif error is None:
+    def _store_again(self, job: Job, message: Finished) -> None:
+        """A decoder that has heard no acknowledgement sends its files again: another try if the last one failed."""
+        storing = job.storing
+        assert storing is not None
+        if not storing.writing:
+            storing.writing = True
+            storing.tries += 1
+            self._ledger.out.append(StoreFiles(lease=message.lease, files=message.files))
+
+    def stored(self, request: RequestId, attempt: int) -> None:
+        """The shell has stored the files of a request."""
+        if (job := self._storing(request, attempt)) is not None:
             self._ledger.end(job, JobState.DONE)
-        else:
-            self._ledger.end(job, JobState.FAILED, error)
+
+    def not_stored(self, request: RequestId, attempt: int, error: ErrorInfo) -> None:
+        """The shell could not store the files of a request. A store may recover, so the decoder is left without an
+        acknowledgement and sends them again, until the run timeout; a decoder that is gone has to be replaced."""
+        ledger, job = self._ledger, self._storing(request, attempt)
+        if job is None:
+            return
+        assert job.storing is not None
+        if not error.retryable:
+            ledger.end(job, JobState.FAILED, error)
+            return
+        job.storing.writing = False
+        job.storing.error = error
+        grant = job.grant
+        ledger.count("store_failed", error.message, None if grant is None else grant.instance, request)
+        if grant is None:
+            ledger.decode_again(job, None, error.message)
+
+    def _storing(self, request: RequestId, attempt: int) -> Job | None:
+        job = self._ledger.jobs.get(request)
+        if job is not None and job.storing is not None and job.attempt == attempt:
+            return job
+        self._ledger.count("late_report", "files of a request that has ended", None, request)
+        return None
 
     def _failed(self, job: Job, grant: Grant, member: Member, message: StageFailed) -> None:
         ledger = self._ledger

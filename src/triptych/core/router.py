@@ -40,7 +40,7 @@ from triptych.core.preemption import Preemption
 from triptych.core.reports import Reports
 from triptych.core.returns import Returns
 from triptych.core.safekeeping import Safekeeping
-from triptych.core.timeouts import timeout_error
+from triptych.core.timeouts import timed_out
 from triptych.ids import ROLES, Epoch, RequestId, Role
 from triptych.wire.messages import (
     Checkpointed,
@@ -121,9 +121,9 @@ class Router:
             case MigrateRequest(request=request):
                 self._preemption.migrate(request)
             case FilesStored(request=request, attempt=attempt):
-                self._reports.stored(request, attempt, None)
+                self._reports.stored(request, attempt)
             case StoreFailed(request=request, attempt=attempt, error=error):
-                self._reports.stored(request, attempt, error)
+                self._reports.not_stored(request, attempt, error)
             case InstanceExited(instance=instance):
                 self._membership.exited(instance)
             case Tick():
@@ -162,7 +162,7 @@ class Router:
         ledger = self._ledger
         for request in ledger.job_deadlines.pop_due(ledger.now):
             job = ledger.jobs[request]
-            ledger.end(job, JobState.TIMED_OUT, timeout_error(ledger, job))
+            ledger.end(job, *timed_out(ledger, job))
 
     # -- dispatch -----------------------------------------------------------------------------------------------
 

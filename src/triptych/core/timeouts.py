@@ -1,22 +1,30 @@
-"""What a request that ran out of time tells its client: in which state, after how long, and why if that is known."""
+"""What becomes of a request that ran out of time, and what its client is told: where, after how long, and why."""
 
 from __future__ import annotations
 
+from triptych.core.events import JobState
 from triptych.core.job import Job
 from triptych.core.ledger import Ledger
 from triptych.core.states import COUNTS_AS_RUNNING
 from triptych.ids import Role
-from triptych.wire.messages import ErrorInfo
+from triptych.wire.messages import ErrorInfo, replace
 
 
-def timeout_error(ledger: Ledger, job: Job) -> ErrorInfo:
-    """The error of a request whose waiting or running time is used up."""
+def timed_out(ledger: Ledger, job: Job) -> tuple[JobState, ErrorInfo]:
+    """How a request ends whose waiting or running time is used up: for want of time, or of what it waited for."""
+    if job.storing is not None and (error := job.storing.error) is not None:
+        tried = f"tried {job.storing.tries} times until the run timeout of {job.run_timeout:g} s"
+        return JobState.FAILED, replace(error, message=f"{error.message}; {tried}", retryable=False)
+    return JobState.TIMED_OUT, _error(ledger, job)
+
+
+def _error(ledger: Ledger, job: Job) -> ErrorInfo:
     waited, ran = job.clocks(ledger.now)
     if job.state in COUNTS_AS_RUNNING:
         where = f" on {job.grant.instance}" if job.grant is not None else ""
         message = (
             f"run timeout: {ran:.1f} s of running were used up (limit {job.run_timeout:g} s) in {job.state}{where}, "
-            f"attempt {job.attempt}"
+            f"attempt {job.attempt}{', while its files were being stored' if job.storing is not None else ''}"
         )
         return ErrorInfo(code="run_timeout", message=message, blame="instance")
     message = f"queue timeout: {waited:.1f} s of waiting were used up (limit {job.queue_timeout:g} s) in {job.state}"

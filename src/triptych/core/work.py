@@ -9,7 +9,10 @@ from typing import Any, ClassVar
 from triptych.wire.messages import Lease, Outcome, Pull
 
 RESEND_INTERVAL = 2.0
-"""Seconds after which an outcome that was not acknowledged is sent again."""
+"""Seconds after which an outcome that was not acknowledged is sent again, for the first time; then twice as many."""
+
+LONGEST_RESEND_INTERVAL = 8.0
+"""Seconds between two of them at most: what a server cannot store at present is tried again so often."""
 
 PROGRESS_INTERVAL = 0.2
 """Seconds between progress reports of one lease."""
@@ -49,3 +52,5 @@ class Work:
     outcome: Outcome | None = None
     due: float = NEVER
     """When held back progress or an outcome without acknowledgement has to be sent."""
+    patience: float = RESEND_INTERVAL
+    """Seconds until the outcome is sent again."""

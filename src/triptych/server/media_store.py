@@ -90,7 +90,7 @@ class LocalMedia:
     def store(self, request: RequestId, files: Sequence[tuple[MediaFile, bytes]]) -> tuple[StoredFile, ...]:
         """See `MediaStore.store`."""
         if not _REQUEST.fullmatch(request):
-            raise StorageFailed(f"{request!r} is not a job id of this server")
+            raise StorageFailed(f"{request!r} is not a job id of this server", retryable=False)
         stored: list[StoredFile] = []
         try:
             for index, (file, data) in enumerate(files):
@@ -112,7 +112,8 @@ class LocalMedia:
 
     def _store_one(self, stem: str, file: MediaFile, data: bytes) -> StoredFile:
         if not _SUFFIX.fullmatch(file.suffix):
-            raise StorageFailed(f"suffix={file.suffix!r}: must be a dot and up to 8 lower-case letters or digits")
+            problem = f"suffix={file.suffix!r}: must be a dot and up to 8 lower-case letters or digits"
+            raise StorageFailed(problem, retryable=False)
         if xxhash.xxh3_64_intdigest(data) != file.checksum:
             raise StorageFailed(f"{stem}{file.suffix} was damaged on its way from the decoder: checksums differ")
         path = self.root / f"{stem}{file.suffix}"

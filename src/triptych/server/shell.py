@@ -206,19 +206,29 @@ class Shell:
 
     async def _store_and_tell(self, action: StoreFiles, blobs: tuple[bytes, ...]) -> None:
         lease = action.lease
-        event: RouterEvent
+        event: FilesStored | StoreFailed
         try:
             await self._owner.store(lease.request, _with_bytes(action.files, blobs))
             event = FilesStored(request=lease.request, attempt=lease.attempt)
-        except (StorageFull, StorageFailed) as error:
-            log.error("files of %s were not stored: %s", lease.request, error)
-            info = ErrorInfo(code=error.code, message=error.message, blame=error.blame.value)
-            event = StoreFailed(request=lease.request, attempt=lease.attempt, error=info)
+        except Exception as error:  # whatever it is, it must not leave the request in storing
+            event = StoreFailed(request=lease.request, attempt=lease.attempt, error=_why(error))
+            if not event.error.retryable:
+                log.error("files of %s cannot be stored", lease.request, exc_info=error)
         self.feed(event)
 
 
 def _with_bytes(files: Sequence[MediaFile], blobs: Sequence[bytes]) -> list[tuple[MediaFile, bytes]]:
     for file in files:
         if not 0 <= file.blob < len(blobs):
-            raise StorageFailed(f"a media file without its bytes: frame {file.blob} of {len(blobs)}")
+            raise StorageFailed(f"a media file without its bytes: frame {file.blob} of {len(blobs)}", retryable=False)
     return [(file, blobs[file.blob]) for file in files]
+
+
+def _why(error: Exception) -> ErrorInfo:
+    match error:
+        case StorageFull():
+            return ErrorInfo(code=error.code, message=error.message, blame=error.blame.value, retryable=True)
+        case StorageFailed():
+            return ErrorInfo(code=error.code, message=error.message, blame=error.blame.value, retryable=error.retryable)
+        case _:
+            return ErrorInfo(code=StorageFailed.code, message=f"{type(error).__name__}: {error}", blame="us")

@@ -217,7 +217,7 @@ class SimServer:
                 return
             if failed:
                 world.coverage.faults[Fault.STORE_FAILED] += 1
-                error = ErrorInfo(code="disk_full", message="simulated", blame="operator")
+                error = ErrorInfo(code="storage_full", message="simulated", blame="operator", retryable=True)
                 self._feed(StoreFailed(request=lease.request, attempt=lease.attempt, error=error))
             else:
                 self._feed(FilesStored(request=lease.request, attempt=lease.attempt))
