@@ -96,6 +96,17 @@ def test_the_lossless_wan_transformer_stays_close_to_stock() -> None:
     assert relative(wan_forward(model, frames=5), wan_forward(wan(), frames=5)) < 3e-2
 
 
+def test_the_fast_wan_transformer_joins_activation_and_quantisation() -> None:
+    pytest.importorskip("torchao")
+    stock = wan_forward(wan())
+    model = wan()
+    techniques = accelerate({"transformer": model}, device=CUDA, dtype=BF16, profile="fast")
+    assert all(t.on for t in techniques), techniques
+    feed_forward: Any = model.blocks[0].ffn
+    assert type(feed_forward.net[-1]).__name__ == "QuantisedProduct"
+    assert relative(wan_forward(model), stock) < 1e-1
+
+
 def test_the_lossless_qwen_transformer_compiles_two_lengths_for_all() -> None:
     def build() -> QwenImageTransformer2DModel:
         torch.manual_seed(0)

@@ -43,6 +43,29 @@ def test_flash3(name: str, bound: float) -> None:
 
     if not flash3.available(torch.device("cuda")):
         pytest.skip("needs a Hopper GPU and fa3-fwd")
-    q, k, v = (torch.randn(1, 700, 8, 128, device="cuda", dtype=torch.bfloat16) for _ in range(3))
+    q, k, v = (torch.randn(1, 2500, 8, 128, device="cuda", dtype=torch.bfloat16) for _ in range(3))
     expected = F.scaled_dot_product_attention(*(x.float().transpose(1, 2) for x in (q, k, v))).transpose(1, 2)
     assert relative(getattr(flash3, name)(q, k, v, 128**-0.5, False), expected) < bound
+
+
+@pytest.mark.parametrize("width", [512, 1536, 8960])
+def test_gelu_fp8(width: int) -> None:
+    from triptych.accel.kernels.gelu_fp8 import gelu_fp8, reference
+
+    x = torch.randn(300, width, device="cuda", dtype=torch.bfloat16) * 3
+    x[7] = 0
+    (values, scales), (expected, expected_scales) = gelu_fp8(x), reference(x)
+    assert torch.allclose(scales, expected_scales, rtol=1e-2)
+    assert relative(values.float() * scales, expected.float() * expected_scales) < 1e-2
+    assert relative(values.float() * scales, F.gelu(x, approximate="tanh")) < 5e-2
+
+
+def test_fp8_attention_over_a_text_is_exact() -> None:
+    from triptych.accel import flash3
+
+    if not flash3.available(torch.device("cuda")):
+        pytest.skip("needs a Hopper GPU and fa3-fwd")
+    q = torch.randn(1, 3000, 8, 128, device="cuda", dtype=torch.bfloat16)
+    k, v = (torch.randn(1, 512, 8, 128, device="cuda", dtype=torch.bfloat16) for _ in range(2))
+    settings = (q, k, v, 128**-0.5, False)
+    assert torch.equal(flash3.flash3_fp8(*settings), flash3.flash3(*settings))

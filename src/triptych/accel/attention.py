@@ -11,6 +11,7 @@ which FlashAttention-3 does not take, goes to the native backend.
 from __future__ import annotations
 
 import logging
+import statistics
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -29,6 +30,9 @@ log = logging.getLogger(__name__)
 EXACT = ("flash3", "cudnn", "flash2", "native")
 """Backends that compute the same as stock attention up to rounding, fastest first where all are present."""
 LOSSY = ("flash3-fp8", "sage")
+
+_WARM_CALLS = 3
+_TIMED_CALLS = 5
 
 _ENTRY = {
     "native": "native",
@@ -212,17 +216,17 @@ def _measure_all(
 
 
 def _measure(backend: str, device: torch.device, heads: int, head_dim: int, tokens: int) -> float:
-    """Median seconds of one self-attention call."""
+    """Median seconds of one self-attention call, once the GPU has come to speed."""
     from diffusers.models import attention_dispatch as dispatch
 
     _register(backend)
     function = dispatch._AttentionBackendRegistry._backends[dispatch.AttentionBackendName(_ENTRY[backend])]
     q, k, v = (torch.randn(1, tokens, heads, head_dim, device=device, dtype=torch.bfloat16) for _ in range(3))
     samples: list[float] = []
-    for _ in range(5):
+    for _ in range(_WARM_CALLS + _TIMED_CALLS):
         torch.cuda.synchronize(device)
         start = time.perf_counter()
         function(q, k, v)
         torch.cuda.synchronize(device)
         samples.append(time.perf_counter() - start)
-    return sorted(samples[1:])[len(samples[1:]) // 2]
+    return statistics.median(samples[_WARM_CALLS:])

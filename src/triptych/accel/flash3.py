@@ -12,6 +12,8 @@ import torch
 
 _FP8 = torch.float8_e4m3fn
 _FP8_MAX = 448.0
+_FEW_KEYS = 2048
+"""Over so few keys (a text's), quantising the queries takes longer than FP8 saves."""
 
 
 def available(device: torch.device) -> bool:
@@ -47,7 +49,12 @@ def _(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float, causal: b
 
 @torch.library.custom_op("triptych::flash3_fp8", mutates_args=(), device_types="cuda")
 def flash3_fp8(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float, causal: bool) -> torch.Tensor:
-    """Lossy attention in FP8 (e4m3) with one scale per batch and head for each of q, k and v; bfloat16 out."""
+    """Lossy attention in FP8 (e4m3) with one scale per batch and head for each of q, k and v; bfloat16 out.
+
+    Exact over few keys, where that is the faster one.
+    """
+    if k.shape[1] < _FEW_KEYS:
+        return _run(q, k, v, scale, causal)
     quantise = _compiled_quantise()
     (q8, q_descale), (k8, k_descale), (v8, v_descale) = quantise(q), quantise(k), quantise(v)
     return _run(q8, k8, v8, scale, causal, q_descale=q_descale, k_descale=k_descale, v_descale=v_descale)

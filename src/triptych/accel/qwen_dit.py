@@ -22,8 +22,11 @@ from torch import Tensor, nn
 
 
 def rotate(x: Tensor, freqs: Tensor) -> Tensor:
-    """Rotary embedding of interleaved pairs. x [batch, tokens, heads, dim]; freqs complex [tokens, dim / 2]; like x."""
-    cos, sin = torch.view_as_real(freqs)[:, None].unbind(-1)
+    """Rotary embedding of interleaved pairs. x [batch, tokens, heads, dim]; freqs [tokens, dim / 2, 2]; like x.
+
+    The last dimension of ``freqs`` is cosine and sine.
+    """
+    cos, sin = freqs[:, None].unbind(-1)
     even, odd = x.float().unflatten(-1, (-1, 2)).unbind(-1)
     return torch.stack((even * cos - odd * sin, even * sin + odd * cos), dim=-1).flatten(3).type_as(x)
 
@@ -113,6 +116,7 @@ def fuse(transformer: nn.Module) -> int:
             made._parallel_config = processor._parallel_config
             module.processor = made
             changed += 1
+    _make_frequencies_real(transformer)
     compute: Callable[..., Any] = transformer.forward
     masks = Masks()
 
@@ -124,3 +128,14 @@ def fuse(transformer: nn.Module) -> int:
 
     transformer.forward = forward
     return changed
+
+
+def _make_frequencies_real(transformer: Any) -> None:
+    """Have the blocks get the rotation's frequencies as real numbers; a graph that takes complex ones is slower."""
+    compute: Callable[..., Any] = transformer.pos_embed.forward
+
+    @functools.wraps(compute)
+    def forward(*args: Any, **kwargs: Any) -> tuple[Tensor, ...]:
+        return tuple(torch.view_as_real(freqs) for freqs in compute(*args, **kwargs))
+
+    transformer.pos_embed.forward = forward
