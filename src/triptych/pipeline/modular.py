@@ -12,6 +12,7 @@ import torch
 from triptych.accel.attention import backends
 from triptych.accel.batching import ForwardBatcher
 from triptych.accel.guiders import GuiderShare
+from triptych.accel.unipc import unhurried
 from triptych.accel.wan_vae import installed
 from triptych.errors import StageError, WireError
 from triptych.ids import Role
@@ -234,7 +235,7 @@ def request_view(pipeline: Any, family: Family, params: Mapping[str, Any], *, en
         if component is None or isinstance(component, torch.nn.Module):
             continue
         if hasattr(component, "set_timesteps"):
-            setattr(view, name, shifted(copy.deepcopy(component), params))
+            setattr(view, name, unhurried(shifted(copy.deepcopy(component), params)))
         elif hasattr(component, "prepare_models"):
             setattr(view, name, component.new(**guider_settings(family, params, name, encoder=encoder)))
     return view

@@ -16,6 +16,7 @@ from typing import Any
 import torch
 from greenlet import getcurrent
 
+from triptych.accel.unipc import unhurried
 from triptych.errors import StageError
 from triptych.ids import Role
 from triptych.pipeline.anatomy import FIELDS, Anatomy
@@ -101,7 +102,7 @@ class RoleRun:
             if isinstance(component, torch.nn.Module):
                 view.__dict__[name] = self._component(name, component)
             elif hasattr(component, "set_timesteps"):
-                view.__dict__[name] = self._scheduler(shifted(copy.deepcopy(component), self._params))
+                view.__dict__[name] = self._scheduler(unhurried(shifted(copy.deepcopy(component), self._params)))
             elif hasattr(component, "prepare_models"):
                 view.__dict__[name] = component.new(**self._guidance)
         if self._anatomy.decoder is None and self._role is not Role.ENCODER:
