@@ -2,15 +2,25 @@
 
 from __future__ import annotations
 
+import logging
 import os
+from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
+from diffusers.models.autoencoders.autoencoder_kl_wan import AutoencoderKLWan
+from diffusers.models.transformers.transformer_wan import WanTransformer3DModel
+from torch import Tensor, nn
 
-from triptych.accel.compiling import count_compilations, keep_graphs_in
+from triptych.accel.compiling import Overflow, allow_many_graphs, count_compilations, keep_graphs_in
+from triptych.accel.plan import compile_blocks
 from triptych.accel.tally import Tally
+from triptych.accel.wan_vae import WanVaeDecoder
 from triptych.errors import ConfigError
+from triptych.pipeline.suspended import suspendable
 
 
 @pytest.fixture
@@ -45,3 +55,100 @@ def test_each_shape_is_one_compilation_and_a_known_one_none() -> None:
     double(torch.ones(5))
     assert tally.compilations == 2
     assert tally.compile_seconds > 0
+
+
+def graphless(tally: Tally, sizes: list[int], call: Any) -> list[bool]:
+    """Whether each call of a size, all of which are right, was computed without a graph."""
+    found: list[bool] = []
+    for size in sizes:
+        before = tally.uncompiled
+        assert torch.equal(call(torch.ones(size)), torch.full((size,), 2.0))
+        found.append(tally.uncompiled > before)
+    return found
+
+
+@pytest.fixture
+def two_graphs() -> Iterator[None]:
+    torch.compiler.reset()
+    with torch._dynamo.config.patch(recompile_limit=2):
+        yield
+    torch.compiler.reset()
+
+
+@pytest.mark.usefixtures("two_graphs")
+def test_a_shape_too_many_is_computed_without_a_graph_and_told_once(caplog: pytest.LogCaptureFixture) -> None:
+    tally = Tally()
+    double = Overflow("double", tally).compiled(lambda x: x * 2, backend="eager", dynamic=False)
+    sizes = [3, 4, 5, 6, 3, 5, 4]
+    with caplog.at_level(logging.WARNING, "triptych"):
+        assert graphless(tally, sizes, double) == [False, False, True, True, False, True, False]
+    told = [record.getMessage() for record in caplog.records if record.name.startswith("triptych")]
+    assert len(told) == 2
+    assert "double" in told[0]
+    assert "5" in told[0]
+
+
+@pytest.mark.usefixtures("two_graphs")
+def test_an_error_inside_a_graph_is_not_taken_for_a_shape_too_many() -> None:
+    tally = Tally()
+
+    def broken(x: Tensor) -> Tensor:
+        return x @ torch.ones(2, 2)
+
+    double = Overflow("broken", tally).compiled(broken, backend="eager", dynamic=False)
+    with pytest.raises(Exception, match=r"mat1|size"):
+        double(torch.ones(1, 3))
+    assert tally.uncompiled == 0
+
+
+@pytest.mark.usefixtures("two_graphs")
+def test_a_model_with_compiled_blocks_serves_any_number_of_shapes(monkeypatch: pytest.MonkeyPatch) -> None:
+    torch.set_grad_enabled(False)
+    torch.manual_seed(0)
+    model = WanTransformer3DModel(
+        num_attention_heads=2, attention_head_dim=12, ffn_dim=16, num_layers=2, text_dim=8, freq_dim=16
+    ).eval()
+    stock = [forward(model, size) for size in range(2, 6)]
+    compile_repeated = model.compile_repeated_blocks
+
+    def eagerly(*, options: dict[str, Any], **more: Any) -> None:
+        compile_repeated(backend="eager", **more)
+
+    monkeypatch.setattr(model, "compile_repeated_blocks", eagerly, raising=False)
+    monkeypatch.setattr("triptych.accel.plan.allow_many_graphs", lambda: None)
+    tally = Tally()
+    compile_blocks(model, tuned=False, varying=False, overflow=Overflow("transformer", tally))
+    assert all(torch.equal(forward(model, size), made) for size, made in zip(range(2, 6), stock, strict=True))
+    assert tally.uncompiled == 2 * 2, "two blocks, for two sizes"
+
+
+def forward(model: nn.Module, size: int) -> Tensor:
+    generator = torch.Generator().manual_seed(1)
+    latents, text = torch.randn(1, 16, 1, 2 * size, 4, generator=generator), torch.ones(1, 3, 8)
+    return model(latents, torch.tensor([500.0]), text, return_dict=False)[0]
+
+
+def test_the_decoder_s_blocks_are_whole_graphs(monkeypatch: pytest.MonkeyPatch) -> None:
+    torch.set_grad_enabled(False)
+    torch.compiler.reset()
+    allow_many_graphs()
+    torch.manual_seed(0)
+    vae = AutoencoderKLWan(
+        base_dim=8, z_dim=4, dim_mult=[1, 2, 2, 2], num_res_blocks=1, temperal_downsample=[False, True, True]
+    ).eval()
+    latents = torch.randn(1, 4, 4, 2, 2, generator=torch.Generator().manual_seed(2))
+    plain = WanVaeDecoder(vae, overflow=None).decode(latents)
+    monkeypatch.setattr(torch, "compile", partial(torch.compile, backend="eager"))
+    tally = Tally()
+    assert torch.equal(WanVaeDecoder(vae, overflow=Overflow("vae", tally)).decode(latents), plain)
+    assert tally.uncompiled == 0
+
+
+def test_the_steps_of_a_request_may_have_as_many_graphs_as_their_thread_says() -> None:
+    """Its loop runs in a greenlet, where torch would have eight graphs at most."""
+    torch.compiler.reset()
+    allow_many_graphs()
+    tally = Tally()
+    double = Overflow("double", tally).compiled(lambda x: x * 2, backend="eager", dynamic=False)
+    sizes = list(range(2, 14))
+    assert suspendable(lambda: graphless(tally, sizes, double)).switch() == [False] * len(sizes)

@@ -121,14 +121,14 @@ def test_fast_decode_equals_the_stock_one_up_to_rounding(
 ) -> None:
     latents = torch.randn(1, 4, frames, 4, 6, generator=torch.Generator().manual_seed(2))
     stock = vae.decode(latents, return_dict=False)[0]
-    fast = WanVaeDecoder(vae, chunk=chunk, compiled=False, align=align).decode(latents)
+    fast = WanVaeDecoder(vae, chunk=chunk, overflow=None, align=align).decode(latents)
     assert fast.shape == stock.shape == (1, 3, 4 * frames - 3, 32, 48)
     assert (fast - stock).abs().max() < 2e-5
 
 
 def test_frames_come_out_as_they_are_done(vae: AutoencoderKLWan) -> None:
     latents = torch.randn(1, 4, 6, 4, 4, generator=torch.Generator().manual_seed(2))
-    decoder = WanVaeDecoder(vae, chunk=2, compiled=False)
+    decoder = WanVaeDecoder(vae, chunk=2, overflow=None)
     assert [part.shape[2] for part in decoder.chunks(latents)] == [1, 8, 8, 4]
 
 
@@ -143,6 +143,6 @@ def test_an_installed_decoder_is_what_decode_uses_for_every_item(vae: Autoencode
             calls.append(latents.shape[0])
             return super().decode(latents)
 
-    install(vae, Counting(vae, compiled=False))
+    install(vae, Counting(vae, overflow=None))
     assert (vae.decode(latents).sample - stock).abs().max() < 2e-5
     assert calls == [1, 1]

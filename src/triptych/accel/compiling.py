@@ -1,7 +1,8 @@
-"""Compiled graphs: where they are kept between lives of a process, and how a compilation is noticed.
+"""Compiled graphs: where they are kept between lives of a process, how many there may be, and how one is noticed.
 
 A server compiles at start-up (`--warmup`) and never again as long as requests have a declared shape. When one has not,
-the step that compiles takes minutes, so that must be seen: every compilation is counted in the `Tally`.
+the step that compiles takes minutes, so that must be seen: every compilation is counted in the `Tally`. Each shape has
+a graph of its own, up to a limit; a shape past it is computed as it would be without compiling, which is seen too.
 """
 
 # torch has no public way to hear of compilations.
@@ -9,15 +10,25 @@ the step that compiles takes minutes, so that must be seen: every compilation is
 
 from __future__ import annotations
 
+import logging
 import os
 import stat
 import time
+from collections.abc import Callable, Hashable
 from pathlib import Path
-from typing import Final
+from typing import Any, Final
+
+import torch
+from torch import Tensor, nn
+from torch.utils import _pytree as pytree
 
 from triptych.accel.tally import Tally
 from triptych.errors import ConfigError
 
+log = logging.getLogger(__name__)
+
+_MOST_GRAPHS: Final = 1024
+"""Graphs of one function. A decoder has about twenty for each size of video, one for each kind of block and chunk."""
 _FOLDERS: Final = {"TORCHINDUCTOR_CACHE_DIR": "inductor", "TRITON_CACHE_DIR": "triton"}
 
 
@@ -62,3 +73,60 @@ def count_compilations(tally: Tally) -> None:
 
     callback_handler.register_start_callback(start)
     callback_handler.register_end_callback(end)
+
+
+def allow_many_graphs() -> None:
+    """A server meets many shapes: let each have its graph, instead of eight in all.
+
+    In force in the calling thread only, and in greenlets that have its context.
+    """
+    from torch._dynamo import config
+
+    config.recompile_limit = max(config.recompile_limit, _MOST_GRAPHS)
+    config.accumulated_recompile_limit = max(config.accumulated_recompile_limit, 4 * _MOST_GRAPHS)
+
+
+class Overflow:
+    """What becomes of shapes that a compiled part of a model has no graph for and may get none."""
+
+    def __init__(self, name: str, tally: Tally) -> None:
+        self._name = name
+        self._tally = tally
+        self._shapes: set[Hashable] = set()
+
+    def compiled(self, plain: Callable[..., Any], **options: Any) -> Callable[..., Any]:
+        """``plain`` compiled, one whole graph for each kind of call; `options` are those of `torch.compile`."""
+        return self.guarded(torch.compile(plain, fullgraph=True, **options), plain)
+
+    def guarded(self, graph: Callable[..., Any], plain: Callable[..., Any]) -> Callable[..., Any]:
+        """``graph``, which is ``plain`` compiled as a whole, or ``plain`` itself where there are too many graphs."""
+        from torch._dynamo.exc import FailOnRecompileLimitHit
+
+        def run(*args: Any, **kwargs: Any) -> Any:
+            if not self._shapes or _shapes(args, kwargs) not in self._shapes:
+                try:
+                    return graph(*args, **kwargs)
+                except FailOnRecompileLimitHit:
+                    self._note(_shapes(args, kwargs))
+            self._tally.uncompiled += 1
+            return plain(*args, **kwargs)
+
+        return run
+
+    def guard_blocks(self, blocks: list[nn.Module]) -> None:
+        """Have blocks that were compiled with ``fullgraph`` computed as they are where there are too many graphs."""
+        for block in blocks:
+            made: Any = block
+            made._compiled_call_impl = self.guarded(made._compiled_call_impl, made._call_impl)
+
+    def _note(self, shapes: Hashable) -> None:
+        self._shapes.add(shapes)
+        log.warning(
+            "%s: has as many graphs as it may: what has the shapes %s is computed without one, which is slower",
+            self._name,
+            shapes,
+        )
+
+
+def _shapes(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Hashable:
+    return tuple(tuple(leaf.shape) for leaf in pytree.tree_leaves((args, kwargs)) if isinstance(leaf, Tensor))

@@ -15,6 +15,7 @@ from torch import nn
 from triptych.accel import attention, quant, text_keys, wan_vae
 from triptych.accel import step_cache as step_caching
 from triptych.accel.batching import ForwardBatcher
+from triptych.accel.compiling import Overflow, allow_many_graphs
 from triptych.accel.cuda_graphs import CudaGraphs
 from triptych.accel.gelu import fuse_gelu
 from triptych.accel.prompts import PromptCache
@@ -75,6 +76,7 @@ def accelerate(
     Raises `ConfigError` when what is asked for by name cannot take effect.
     """
     done: list[Technique] = []
+    tally = tally or Tally()
     text_encoders = {name: model for name, model in modules.items() if _is_text_encoder(model)}
     if batcher is not None:
         done += [_batching(name, model, batcher) for name, model in text_encoders.items()]
@@ -93,7 +95,8 @@ def accelerate(
             keeps_text = batcher is None and text_keys.supports(model)  # a batcher makes a new text in each step
             if not step_cache and not keeps_text:  # step caching decides in the middle of a forward
                 done.append(_graphs(name, model, device))
-            done += _fuse_and_compile(name, model, device, dtype, tuned=profile != "fast" and name not in quantised)
+            tuned = profile != "fast" and name not in quantised
+            done += _fuse_and_compile(name, model, device, dtype, tuned=tuned, tally=tally)
             if keeps_text:
                 done.append(_text_keys(name, model, compiled=done[-1].on))
                 if not step_cache:  # around the rest: a recording must not read what was kept of one request's text
@@ -101,10 +104,10 @@ def accelerate(
         if batcher is not None:
             done.append(_batching(name, model, batcher))
         if step_cache:
-            done.append(_step_cache(name, model, step_cache, memory, tally or Tally()))
+            done.append(_step_cache(name, model, step_cache, memory, tally))
     for name, model in modules.items():
         if wan_vae.supports(model) and profile != "stock":
-            done.append(_vae(name, model, device, dtype))
+            done.append(_vae(name, model, device, dtype, tally))
     return tuple(done)
 
 
@@ -182,7 +185,7 @@ def _attention(
 
 
 def _fuse_and_compile(
-    name: str, model: nn.Module, device: torch.device, dtype: torch.dtype, *, tuned: bool
+    name: str, model: nn.Module, device: torch.device, dtype: torch.dtype, *, tuned: bool, tally: Tally
 ) -> list[Technique]:
     if device.type != "cuda" or importlib.util.find_spec("triton") is None:
         return [Technique(name=f"{name}: compile", on=False, why="needs CUDA and Triton")]
@@ -191,7 +194,7 @@ def _fuse_and_compile(
         changed = _fuse(model) + fuse_gelu(model)
         done.append(Technique(name=f"{name}: fused kernels", on=changed > 0, why=f"{changed} modules"))
     varying = type(model).__name__ in _TEXT_OF_ANY_LENGTH
-    compile_blocks(model, tuned=tuned and not varying, varying=varying)
+    compile_blocks(model, tuned=tuned and not varying, varying=varying, overflow=Overflow(name, tally))
     why = f"{len(quant.repeated_blocks(model))} repeated blocks, one graph per shape"
     return [*done, Technique(name=f"{name}: compile", on=True, why=why)]
 
@@ -211,33 +214,29 @@ def _fuse(model: nn.Module) -> int:
             return 0
 
 
-def compile_blocks(model: nn.Module, *, tuned: bool, varying: bool) -> None:
+def compile_blocks(model: nn.Module, *, tuned: bool, varying: bool, overflow: Overflow) -> None:
     """Compile the repeated blocks, one static graph per shape; when lengths are ``varying``, one graph for all lengths
     as soon as a second one is met.
 
     ``tuned``: with pointwise kernels tuned one by one. Quantised layers bring so many of those, and graphs for several
-    lengths so many times as much, that tuning takes minutes, for less than a hundredth of the time.
+    lengths so many times as much, that tuning takes minutes, for less than a hundredth of the time. ``overflow`` takes
+    the shapes that may have no graph any more.
     """
-    set_up_compiler()
+    allow_many_graphs()
     compiled: Any = model
     compiled.compile_repeated_blocks(
         fullgraph=True, dynamic=None if varying else False, options={"coordinate_descent_tuning": tuned}
     )
+    overflow.guard_blocks(quant.repeated_blocks(model))
 
 
-def set_up_compiler() -> None:
-    """A server meets many shapes: let each have its graph instead of falling back to eager after eight."""
-    import torch._dynamo
-
-    torch._dynamo.config.recompile_limit = max(torch._dynamo.config.recompile_limit, 128)
-
-
-def _vae(name: str, model: Any, device: torch.device, dtype: torch.dtype) -> Technique:
+def _vae(name: str, model: Any, device: torch.device, dtype: torch.dtype, tally: Tally) -> Technique:
     if device.type != "cuda" or dtype != torch.bfloat16:
         return Technique(name=f"{name}: fast decode", on=False, why="needs CUDA and bfloat16")
     if model.use_tiling or model.use_slicing:
         return Technique(name=f"{name}: fast decode", on=False, why="tiling or slicing was asked for")
-    set_up_compiler()
-    decoder = wan_vae.WanVaeDecoder(model, compiled=importlib.util.find_spec("triton") is not None, align=64)
+    allow_many_graphs()
+    overflow = Overflow(name, tally) if importlib.util.find_spec("triton") is not None else None
+    decoder = wan_vae.WanVaeDecoder(model, overflow=overflow, align=64)
     wan_vae.install(model, decoder)
     return Technique(name=f"{name}: fast decode", on=True, why=f"chunks of {decoder.chunk} latent frames")

@@ -12,6 +12,8 @@ class Tally:
     compilations: int = 0
     """Graphs compiled, warm-up included."""
     compile_seconds: float = 0.0
+    uncompiled: int = 0
+    """Calls of compiled parts computed without a graph, for there were too many."""
     prompt_hits: int = 0
     """Text encoder calls answered from the cache."""
     prompt_misses: int = 0

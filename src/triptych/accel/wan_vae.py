@@ -12,11 +12,14 @@ the first frame is decoded alone, and the rest in chunks of ``chunk`` latent fra
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from functools import partial
 from typing import Any, Protocol, cast
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+
+from triptych.accel.compiling import Overflow
 
 _KEEP = 2
 """Input frames that a causal convolution with a kernel of three needs from the past."""
@@ -175,18 +178,19 @@ def _pad_channels(decoder: Any, align: int) -> None:
 class WanVaeDecoder:
     """Decodes one video; keeps the past of every causal convolution between chunks.
 
-    ``compiled`` turns `torch.compile` on, one compilation per block kind and shape. ``align`` pads channel counts with
-    zeros to a multiple: cuDNN's fast convolutions want multiples of 64, and Wan's widest layers have 96.
+    With ``overflow`` blocks are compiled, once for each kind and shape; it takes the shapes that may have no graph any
+    more. ``align`` pads channel counts with zeros to a multiple: cuDNN's fast convolutions want multiples of 64, and
+    Wan's widest layers have 96.
     """
 
-    def __init__(self, vae: WanVae, *, chunk: int = 4, compiled: bool = True, align: int = 1) -> None:
+    def __init__(self, vae: WanVae, *, overflow: Overflow | None, chunk: int = 4, align: int = 1) -> None:
         self.vae = vae
         self.chunk = chunk
         self.listener: Callable[[Tensor, int], None] | None = None
         """Is given frames as they are done, [1, 3, frames, height, width] in -1..1, and how many there will be."""
         self.sharing: Sharing | None = None
         """What divides the pictures between several processes."""
-        wrap: Callable[[Any], Any] = (lambda f: torch.compile(f, dynamic=False)) if compiled else (lambda f: f)
+        wrap: Callable[[Any], Any] = (lambda f: f) if overflow is None else partial(overflow.compiled, dynamic=False)
         self._residual = wrap(_residual)
         self._causal = wrap(_causal)
         self._double_time = wrap(_double_time)

@@ -23,6 +23,7 @@ from triptych.pipeline.recorder import RoleRun, Tape
 from triptych.pipeline.replay_schema import call_arguments, guider_changes
 from triptych.pipeline.request import complete
 from triptych.pipeline.stage import StageOutput, StageResult, StageRun
+from triptych.pipeline.suspended import suspendable
 from triptych.wire.schema import RequestSchema
 
 
@@ -185,7 +186,7 @@ class _ReplayStage:
             randomness=self._randomness,
             tape=tape,
         )
-        self._greenlet: greenlet | None = greenlet(self._run.compute)
+        self._greenlet: greenlet | None = suspendable(self._run.compute)
 
     @property
     def step(self) -> int:

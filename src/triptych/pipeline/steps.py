@@ -25,6 +25,7 @@ from triptych.errors import StageError
 from triptych.pipeline.checkpoint import Baseline, Frozen, Saved, Unsaved
 from triptych.pipeline.cut import walk
 from triptych.pipeline.names import STAGE_STEPS
+from triptych.pipeline.suspended import suspendable
 
 log = logging.getLogger(__name__)
 
@@ -67,7 +68,7 @@ class SteppedBlock:
         for loop in loops(block):
             loop.set_progress_bar_config(disable=True)
             loop.loop_step = self._stopping(loop)
-        self._greenlet: greenlet | None = greenlet(lambda: block(pipeline, state)[1])
+        self._greenlet: greenlet | None = suspendable(lambda: block(pipeline, state)[1])
 
     def advance(self) -> Any | None:
         """One step more; the final state after the last one, else None. What the block raises comes through.

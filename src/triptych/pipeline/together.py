@@ -11,6 +11,7 @@ from triptych.accel.batching import Call, ForwardBatcher
 from triptych.errors import StageError
 from triptych.ids import Role
 from triptych.pipeline.guard import guarded
+from triptych.pipeline.suspended import suspendable
 
 Outcome: TypeAlias = Any
 """What a step gives, or the exception that it raises: one run's failure is not the others'."""
@@ -32,7 +33,7 @@ class Once:
     """A computation without steps of its own as a `Parkable`."""
 
     def __init__(self, compute: Callable[[], Any]) -> None:
-        self._greenlet = greenlet(compute)
+        self._greenlet = suspendable(compute)
 
     def advance(self) -> Any:
         """Compute up to the first call, or to the end."""

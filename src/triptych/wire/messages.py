@@ -94,6 +94,8 @@ class Counts(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     compilations: int = 0
     """Graphs compiled, warm-up included."""
     compile_seconds: float = 0.0
+    uncompiled: int = 0
+    """Calls of compiled parts computed without a graph, for there were too many."""
     prompt_hits: int = 0
     """Prompts whose embeddings were there already."""
     prompt_misses: int = 0

@@ -69,6 +69,7 @@ class InstanceMetrics:
         gauge("pool_refusals", "How often the pool had no room.").set_function(lambda: figures().refusals)
         gauge("compilations", "Graphs compiled.").set_function(lambda: tally.compilations)
         gauge("compile_seconds", "Time spent on compiling.").set_function(lambda: tally.compile_seconds)
+        gauge("uncompiled", "Calls without a graph, for there were too many.").set_function(lambda: tally.uncompiled)
 
     def loaded(self, loaded: Loaded) -> None:
         """The model is there."""
