@@ -33,6 +33,7 @@ from triptych.worker.jobs import (
     ThreadDied,
     Ticket,
 )
+from triptych.worker.preview import PreviewThread
 
 IDENTITY = Identity(instance=InstanceId("i"), epoch=Epoch("e"))
 SCHEMA = RequestSchema(model="m", pipeline="P", split="modular", task="text-to-video", output="video", params=())
@@ -123,6 +124,7 @@ class Bench:
             post=self.posts.put,
             stage=self.staged.put,
             encode=self.encoded.put,
+            show=PreviewThread(post=self.posts.put),
         )
         self.thread.start()
         assert isinstance(self.posts.get(timeout=WAIT), Loaded)
@@ -248,6 +250,7 @@ def test_a_request_that_is_cancelled_while_it_queues_never_starts(bench: Callabl
         (BadRequest("height", "height=7: too small"), "invalid_value", "caller", False, "height=7: too small"),
         (StageError("out of memory", retryable=True), "stage_failed", "instance", True, "out of memory"),
         (ZeroDivisionError("division by zero"), "stage_failed", "instance", False, "ZeroDivisionError"),
+        (torch.OutOfMemoryError("2 GiB"), "out_of_memory", "instance", True, "ran out of memory: lower height, width"),
     ],
 )
 @pytest.mark.parametrize("where", ["refuse", "raises"])
@@ -264,6 +267,27 @@ def test_a_failing_request_fails_alone(
     assert (info.code, info.blame, info.retryable) == (code, blame, retryable)
     assert words in info.message
     assert at.staged.get(timeout=WAIT).ticket.lease.request == "good"
+
+
+class JoiningPipeline(ScriptedPipeline):
+    """A pipeline whose groups fail."""
+
+    joins = True
+
+    def advance_together(self, runs: Sequence[Run]) -> list[StageResult | Exception | None]:
+        raise torch.OutOfMemoryError("CUDA out of memory")
+
+
+def test_a_group_that_cannot_be_advanced_fails_its_requests_and_nothing_else(bench: Callable[..., Bench]) -> None:
+    gate = Gate("a")
+    at = bench(JoiningPipeline(gate), max_running=2)
+    at.begin("a")
+    assert gate.reached.wait(WAIT)
+    at.begin("b")
+    gate.open.set()
+    assert {failure(at.until(Ended)).code for _ in range(2)} == {"out_of_memory"}
+    at.begin("c")
+    assert at.staged.get(timeout=WAIT).ticket.lease.request == "c"
 
 
 def test_the_thread_keeps_no_tensor_of_what_it_has_finished(bench: Callable[..., Bench]) -> None:
@@ -360,7 +384,16 @@ def test_closing_gives_up_what_is_running(bench: Callable[..., Bench]) -> None:
 class ResumableRun(Run):
     """A run that can be continued; its checkpoint is its step."""
 
+    unsaved: Exception | None = None
+
+    def preview(self) -> Callable[[], bytes] | None:
+        if self.unsaved is not None:
+            raise self.unsaved
+        return None
+
     def checkpoint(self) -> tuple[bytes, tuple[torch.Tensor, ...]] | None:
+        if self.unsaved is not None:
+            raise self.unsaved
         return str(self.step).encode(), (torch.tensor([self.step]),)
 
     def restore(self, tree: bytes, tensors: Sequence[torch.Tensor]) -> None:
@@ -379,7 +412,9 @@ class ResumablePipeline(ScriptedPipeline):
         inputs: Sequence[tuple[bytes, Sequence[torch.Tensor]]],
         images: Sequence[bytes],
     ) -> Run:
-        return ResumableRun(params, self)
+        run = ResumableRun(params, self)
+        run.unsaved = params.get("unsaved")
+        return run
 
 
 def resume_at(at: Bench, name: str, tree: bytes, step: int) -> Ticket:
@@ -423,6 +458,15 @@ def test_checkpoints_are_made_at_the_interval_and_never_two_at_a_time(bench: Cal
         steps.append(job.step)
         job.saved.set()
     assert steps == sorted(set(steps))
+
+
+@pytest.mark.parametrize("error", [torch.OutOfMemoryError("CUDA out of memory"), MemoryError(), KeyError("unforeseen")])
+def test_a_run_of_which_no_checkpoint_and_no_picture_can_be_made_goes_on_without(
+    bench: Callable[..., Bench], error: Exception
+) -> None:
+    at = bench(ResumablePipeline(), checkpoint_interval=1e-6)
+    at.begin("a", steps=5, unsaved=error)
+    assert isinstance(at.staged.get(timeout=WAIT), StageJob)
 
 
 def test_without_an_interval_no_checkpoints_are_made(bench: Callable[..., Bench]) -> None:

@@ -148,11 +148,19 @@ class Instance:
     def __init__(self, desk: Desk, *roles: Role, log: Path, **options: Any) -> None:
         self.port = free_port()
         self.log = log
-        config = {"slots": 2, "max_running": 1, "model": "tiny", "transfer": "shm", "gpu_ids": (0,)} | options
+        config = {
+            "slots": 2,
+            "max_running": 1,
+            "model": "tiny",
+            "transfer": "shm",
+            "gpu_ids": (0,),
+            "first": "",
+        } | options
         code = (
             "from triptych.config import *\n"
             "from triptych.ids import Role\n"
             "from triptych.worker.process import run_instance\n"
+            f"{config['first']}\n"
             "raise SystemExit(run_instance(InstanceConfig(\n"
             f"    roles=tuple(map(Role, {[str(r) for r in roles]})), server_addr='tcp://127.0.0.1:{desk.port}',\n"
             f"    work_port={self.port}, transfer=TransferConfig(kind={config['transfer']!r}),\n"
@@ -315,6 +323,57 @@ def test_kill_9_leaves_nothing_behind(universal: tuple[Desk, Instance], shared_m
     desk.until(lambda: bool(desk.said(Progress, request, Role.DENOISER)))
     instance.process.kill()
     assert instance.process.wait(WAIT) == -signal.SIGKILL
+
+
+SCARCE = """
+import torch
+from diffusers import WanTransformer3DModel
+from triptych.transport.data import local
+
+def full(tensor):
+    activations = torch.ones(400 << 20, dtype=torch.uint8)
+    raise torch.OutOfMemoryError(f"CUDA out of memory. Tried to allocate {len(activations)} bytes.")
+
+forward, clone = WanTransformer3DModel.forward, local._clone
+WanTransformer3DModel.forward = lambda self, hidden_states, *args, **more: (
+    full(hidden_states) if hidden_states.shape[2] > 2 else forward(self, hidden_states, *args, **more)
+)
+local._clone = lambda tensors: full(tensors) if any(t.shape[-1:] == (10,) for t in tensors) else clone(tensors)
+"""
+"""Memory runs out over the steps of more than 5 frames, and over copies of what is 80 pixels wide."""
+
+
+@pytest.mark.parametrize("transfer", ["local", "shm"])
+def test_an_instance_whose_memory_runs_out_fails_that_request_with_advice_and_goes_on(
+    shared_memory: None, tmp_path: Path, transfer: str
+) -> None:
+    desk = Desk()
+    instance = Instance(desk, *ROLES, log=tmp_path / "log", transfer=transfer, max_running=2, first=SCARCE)
+    try:
+        assert desk.result(desk.submit("first", num_inference_steps=2)).state is JobState.DONE
+        before = desk.last_heartbeat().resident_bytes
+        large = desk.submit("steps", num_inference_steps=2, num_frames=13)
+        wide = desk.submit("copies", num_inference_steps=2, width=80)
+        good = desk.submit("good", num_inference_steps=2)
+        view = desk.result(large)
+        assert view.state is JobState.FAILED
+        assert view.error is not None
+        assert "the denoiser ran out of memory: lower height, width, num_frames or n" in view.error.message
+        view = desk.result(wide)
+        if transfer == "local":
+            assert view.state is JobState.FAILED
+            assert view.error is not None
+            assert "ran out of memory: lower" in view.error.message
+        assert desk.result(good).state is JobState.DONE
+        beat = desk.last_heartbeat().sequence
+        desk.until(lambda: desk.last_heartbeat().sequence > beat + 3)
+        last = desk.last_heartbeat()
+        assert (last.leases, last.pool_used) == ((), 0)
+        assert last.resident_bytes < before + (300 << 20)
+        assert instance.process.poll() is None
+    finally:
+        instance.end()
+        desk.control.close()
 
 
 def test_a_model_that_cannot_be_loaded_ends_the_process_with_a_reason(tmp_path: Path) -> None:

@@ -11,6 +11,7 @@ import torch
 from triptych.core.instance_events import CheckpointMade, CopyKept, Ended, PullFailed
 from triptych.ids import CopyId, Epoch, InstanceId, RequestId, Role
 from triptych.pipeline.stage import StageOutput
+from triptych.transport.data import local
 from triptych.transport.data.local import LocalPlane
 from triptych.transport.data.protocol import Payload
 from triptych.wire.messages import Lease, Staged, StageFailed, Stopped
@@ -172,6 +173,77 @@ def test_cancelling_ends_the_wait_for_room(stager: StageThread, crowded: LocalPl
     stager.put(job(waiting, output(MIB)))
     waiting.cancelled.set()
     assert isinstance(ended(posts).outcome, Stopped)
+
+
+# -- memory that runs out --------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def out_of_memory(plane: LocalPlane, monkeypatch: pytest.MonkeyPatch) -> Callable[[], None]:
+    """From now on there is no memory for copies, until the function that this gives is called."""
+
+    def full(tensors: object) -> tuple[torch.Tensor, ...]:
+        raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB.")
+
+    clone = local._clone
+    monkeypatch.setattr(local, "_clone", full)
+    return lambda: monkeypatch.setattr(local, "_clone", clone)
+
+
+def test_outputs_for_which_there_is_no_memory_fail_their_request_with_advice_and_take_no_room(
+    stager: StageThread, plane: LocalPlane, out_of_memory: Callable[[], None], posts: SimpleQueue[Post]
+) -> None:
+    stager.put(job(ticket(), output(1000), output(2000, Role.DECODER)))
+    failed = ended(posts).outcome
+    assert isinstance(failed, StageFailed)
+    assert (failed.error.code, failed.error.retryable) == ("out_of_memory", True)
+    assert "the encoder ran out of memory: lower max_sequence_length" in failed.error.message
+    assert plane.used_bytes == 0
+    out_of_memory()
+    stager.put(job(ticket(), output(plane.pool_bytes)))
+    assert isinstance(ended(posts).outcome, Staged)
+
+
+@pytest.mark.parametrize("error", [torch.OutOfMemoryError("no memory"), MemoryError(), KeyError("unforeseen")])
+def test_a_checkpoint_that_cannot_be_staged_is_left_out(
+    stager: StageThread,
+    plane: LocalPlane,
+    posts: SimpleQueue[Post],
+    monkeypatch: pytest.MonkeyPatch,
+    error: Exception,
+) -> None:
+    def fail(tensors: object) -> tuple[torch.Tensor, ...]:
+        raise error
+
+    with monkeypatch.context() as patched:
+        patched.setattr(local, "_clone", fail)
+        stager.put(first := checkpoint(ticket(), 1000))
+        stager.put(checkpoint(ticket(), 1000, last=True))
+        outcome = ended(posts).outcome
+    assert isinstance(outcome, Stopped)
+    assert outcome.checkpoint is None
+    assert first.saved.is_set()
+    assert plane.used_bytes == 0
+    stager.put(job(ticket(), output(1000)))
+    assert isinstance(ended(posts).outcome, Staged)
+
+
+def test_a_pull_for_which_there_is_no_memory_fails_its_request_and_nothing_is_said_against_the_copy(
+    plane: LocalPlane,
+    pull: Callable[[PullJob | KeepJob], None],
+    posts: SimpleQueue[Post],
+    request: pytest.FixtureRequest,
+) -> None:
+    there = plane.stage(RequestId("r"), Payload(tree=b"", tensors=(torch.arange(9),)))
+    more = request.getfixturevalue("out_of_memory")
+    pull(KeepJob(manifest=there, spare=True))
+    pull(PullJob(ticket=ticket(role=Role.DENOISER), inputs=(there,)))
+    failed = ended(posts).outcome
+    assert isinstance(failed, StageFailed)
+    assert (failed.error.code, failed.error.retryable, failed.lost_copies) == ("out_of_memory", True, ())
+    more()
+    pull(PullJob(ticket=ticket(role=Role.DENOISER), inputs=(there,)))
+    assert isinstance(posts.get(timeout=WAIT), InputsReady)
 
 
 # -- checkpoints -----------------------------------------------------------------------------------------------------

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import gc
-import traceback
 from collections.abc import Generator
 from contextlib import contextmanager
 
 import torch
 
+from triptych.accel.shortage import free_memory, is_out_of_memory
 from triptych.errors import OutOfMemory, StageError, TriptychError
 from triptych.ids import Role
 
@@ -34,30 +33,20 @@ def guarded(role: Role) -> Generator[None]:
     except TriptychError:
         raise
     except Exception as error:
-        if _is_out_of_memory(error):
-            message = f"the {role} ran out of memory: {_ADVICE[role]} ({_first_line(error)})"
-            _free_memory(error)
-            raise OutOfMemory(message, retryable=True) from None
-        retryable = isinstance(error, (torch.AcceleratorError, OSError))
-        raise StageError(
-            f"the {role} failed: {type(error).__name__}: {_first_line(error)}", retryable=retryable
-        ) from error
+        told = stage_error(role, error)
+        raise told from (None if isinstance(told, OutOfMemory) else error)
 
 
-def _is_out_of_memory(error: Exception) -> bool:
-    """CUDA has a type for it; torch's CPU allocator raises a plain RuntimeError."""
-    return isinstance(error, (torch.OutOfMemoryError, MemoryError)) or (
-        isinstance(error, RuntimeError) and "DefaultCPUAllocator" in str(error)
-    )
+def stage_error(role: Role, error: Exception) -> StageError:
+    """What a foreign ``error`` in the stage of ``role`` is called. Where it was for want of memory, what filled that
+    is let go."""
+    if is_out_of_memory(error):
+        message = f"the {role} ran out of memory: {_ADVICE[role]} ({_first_line(error)})"
+        free_memory(error)
+        return OutOfMemory(message, retryable=True)
+    retryable = isinstance(error, (torch.AcceleratorError, OSError))
+    return StageError(f"the {role} failed: {type(error).__name__}: {_first_line(error)}", retryable=retryable)
 
 
 def _first_line(error: BaseException) -> str:
     return (str(error).strip() or type(error).__name__).splitlines()[0][:500]
-
-
-def _free_memory(error: Exception) -> None:
-    """The frames that the exception came through hold the activations that filled the memory."""
-    traceback.clear_frames(error.__traceback__)
-    gc.collect()
-    if torch.cuda.is_available():
-        torch.cuda.empty_cache()

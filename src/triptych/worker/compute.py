@@ -31,7 +31,7 @@ from triptych.pipeline.stage import (
     Together,
 )
 from triptych.transport.data.protocol import Payload
-from triptych.worker.failure import failed, stopped
+from triptych.worker.failure import failed, given_up, stopped
 from triptych.worker.jobs import (
     CheckpointJob,
     Close,
@@ -237,15 +237,13 @@ class ComputeThread(WorkerThread[ComputeJob]):
 
     def _advance(self, pipeline: RolePipeline, group: list[_Running]) -> list[StageResult | Exception | None]:
         """What one step of each gave or raised."""
-        if len(group) > 1:
-            assert isinstance(pipeline, Together)
-            results = pipeline.advance_together([running.run for running in group])
-        else:
-            try:
-                results: list[StageResult | Exception | None] = [group[0].run.advance()]
-            except Exception as error:
-                return [error]
+        results: list[StageResult | Exception | None]
         try:
+            if len(group) > 1:
+                assert isinstance(pipeline, Together)
+                results = pipeline.advance_together([running.run for running in group])
+            else:
+                results = [group[0].run.advance()]
             self._keep_pace(finished=any(results))
         except Exception as error:
             return [error] * len(group)
@@ -279,7 +277,12 @@ class ComputeThread(WorkerThread[ComputeJob]):
         run = running.run
         if self._show is None or not isinstance(run, Previewing) or not self._show.idle:
             return
-        if (make := run.preview()) is not None:
+        try:
+            make = run.preview()
+        except Exception as error:
+            log.warning("no preview: request=%s %s", running.ticket.lease.request, given_up(error))
+            return
+        if make is not None:
             self._show.put(PreviewJob(ticket=running.ticket, step=running.step, steps=run.steps, make=make))
 
     def _save_if_due(self, running: _Running) -> None:
@@ -311,7 +314,8 @@ class ComputeThread(WorkerThread[ComputeJob]):
             frozen = run.checkpoint()
             if self._device.type == "cuda":
                 torch.cuda.current_stream(self._device).synchronize()  # another stream will read it
-        except torch.OutOfMemoryError:
+        except Exception as error:
+            log.warning("no checkpoint request=%s step=%d: %s", running.ticket.lease.request, run.step, given_up(error))
             return None
         if frozen is None:
             return None

@@ -3,21 +3,20 @@
 from __future__ import annotations
 
 import logging
-from typing import Final
 
+from triptych.accel.shortage import free_memory, is_out_of_memory
 from triptych.errors import BadRequest, StageError, TooLarge, TransferError, TriptychError
 from triptych.ids import Role
+from triptych.pipeline.guard import stage_error
 from triptych.wire.messages import ErrorInfo, Lease, StageFailed, Stopped
 from triptych.worker.jobs import Identity
 
 log = logging.getLogger(__name__)
 
-_SHOWN: Final = 500
-"""Characters of a foreign exception's text that a client gets to see."""
-
 
 def error_info(role: Role, error: Exception) -> ErrorInfo:
-    """What to tell about ``error``: its own words if it is one of ours, its type and first line otherwise."""
+    """What to tell about ``error``: its own words if it is one of ours, else its type and first line, or what would
+    help against a want of memory, which is freed."""
     match error:
         case BadRequest():
             return ErrorInfo(code=error.error_code, message=error.message, blame="caller")
@@ -30,11 +29,7 @@ def error_info(role: Role, error: Exception) -> ErrorInfo:
         case TriptychError():
             return ErrorInfo(code=error.code, message=error.message, blame=error.blame.value)
         case _:
-            return ErrorInfo(
-                code="stage_failed",
-                message=f"the {role} failed: {type(error).__name__}: {_first_line(error)}",
-                blame="instance",
-            )
+            return error_info(role, stage_error(role, error))
 
 
 def failed(identity: Identity, lease: Lease, error: Exception) -> StageFailed:
@@ -55,6 +50,13 @@ def stopped(identity: Identity, lease: Lease) -> Stopped:
     return Stopped(instance=identity.instance, epoch=identity.epoch, server_epoch=None, lease=lease)
 
 
-def _first_line(error: BaseException) -> str:
-    text = str(error).strip()
-    return text.splitlines()[0][:_SHOWN] if text else "no further words"
+def given_up(error: Exception) -> str:
+    """Why something that no request waits for is not done, for the log; the memory that it filled is freed."""
+    if isinstance(error, TriptychError):
+        return error.message
+    words = f"{type(error).__name__}: {error}"
+    if is_out_of_memory(error):
+        free_memory(error)
+    else:
+        log.error("not foreseen: %s", words, exc_info=error)
+    return words

@@ -7,6 +7,7 @@ import threading
 from collections.abc import Callable
 
 from triptych.core.instance_events import Stepped
+from triptych.worker.failure import given_up
 from triptych.worker.jobs import Post, PreviewJob
 from triptych.worker.threads import WorkerThread
 
@@ -34,8 +35,8 @@ class PreviewThread(WorkerThread[PreviewJob]):
         """Make a picture and post it. One that cannot be made is not missed."""
         try:
             picture = job.make()
-        except (OSError, ValueError, RuntimeError) as error:
-            log.warning("no preview: request=%s %s", job.ticket.lease.request, error)
+        except Exception as error:
+            log.warning("no preview: request=%s %s", job.ticket.lease.request, given_up(error))
             picture = b""
         finally:
             self._busy.clear()

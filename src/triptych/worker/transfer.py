@@ -17,13 +17,14 @@ from typing import Final
 
 import torch
 
+from triptych.accel.shortage import is_out_of_memory
 from triptych.core.instance_events import CheckpointMade, CopyKept, Ended, Pulled, PullFailed
-from triptych.errors import PoolFull, TooLarge, TransferError
+from triptych.errors import PoolFull, TooLarge
 from triptych.ids import CopyId
 from triptych.transport.data.protocol import DataPlane, Payload
 from triptych.wire.manifest import Manifest
 from triptych.wire.messages import Output, Staged, replace
-from triptych.worker.failure import error_info, failed, stopped
+from triptych.worker.failure import error_info, failed, given_up, stopped
 from triptych.worker.jobs import (
     CheckpointJob,
     Close,
@@ -103,8 +104,8 @@ class PullThread(WorkerThread[PullJob | KeepJob]):
             pull = self._plane.pull(manifest, deadline=_deadline(manifest), cancelled=lambda: False)
             kept = self._plane.stage(manifest.request, pull.payload, spare=job.spare)
             self._wait_for_copies()
-        except TransferError as error:
-            log.warning("not kept for %s: copy=%s %s", manifest.producer, manifest.copy, error.message)
+        except Exception as error:
+            log.warning("not kept for %s: copy=%s %s", manifest.producer, manifest.copy, given_up(error))
         else:
             self._post(CopyKept(copy=manifest.copy, manifest=kept))
 
@@ -126,6 +127,9 @@ class PullThread(WorkerThread[PullJob | KeepJob]):
             except Exception as error:
                 if ticket.cancelled.is_set():
                     break
+                if is_out_of_memory(error):  # which says nothing against the copy
+                    self._post(Ended(outcome=failed(self._identity, ticket.lease, error)))
+                    return
                 info = error_info(ticket.lease.role, error)
                 self._post(PullFailed(lease=ticket.lease, copy=manifest.copy, error=info))
                 return
@@ -185,8 +189,8 @@ class StageThread(WorkerThread[StageJob | CheckpointJob]):
             if not job.ticket.cancelled.is_set():
                 manifest = self._plane.stage(lease.request, job.frozen, spare=True)
                 self._wait_for_copies()
-        except TransferError as error:
-            log.warning("no checkpoint request=%s step=%d: %s", lease.request, job.step, error.message)
+        except Exception as error:
+            log.warning("no checkpoint request=%s step=%d: %s", lease.request, job.step, given_up(error))
         finally:
             job.saved.set()
         if job.last:

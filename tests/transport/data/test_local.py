@@ -10,6 +10,7 @@ import torch
 
 from triptych.errors import PoolFull, TooLarge, TransferError
 from triptych.ids import Epoch, InstanceId, RequestId
+from triptych.transport.data import local
 from triptych.transport.data.local import LocalPlane
 from triptych.transport.data.protocol import DataPlane, Payload, Pull
 
@@ -54,6 +55,25 @@ def test_bytes_are_counted_and_given_back(open_here: Open, pull: Puller) -> None
     assert plane.copies() == ()
     with pytest.raises(TransferError, match="does not keep copy"):
         pull(plane, manifest)
+
+
+def test_a_copy_for_which_there_is_no_memory_takes_no_room(
+    open_here: Open, pull: Puller, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    plane = open_here("local", pool_bytes=MIB)
+
+    def full(tensors: object) -> tuple[torch.Tensor, ...]:
+        raise torch.OutOfMemoryError("CUDA out of memory")
+
+    with monkeypatch.context() as patched:
+        patched.setattr(local, "_clone", full)
+        for _ in range(3):
+            with pytest.raises(torch.OutOfMemoryError):
+                plane.stage(R, payload(torch.zeros(MIB // 4)))
+    plane.check_integrity()
+    assert (plane.used_bytes, plane.copies()) == (0, ())
+    whole = torch.ones(MIB // 4)
+    assert torch.equal(pull(plane, plane.stage(R, payload(whole))).payload.tensors[0], whole)
 
 
 def test_the_oldest_copy_goes_when_there_is_no_room(open_here: Open, pull: Puller) -> None:

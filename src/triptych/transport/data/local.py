@@ -49,7 +49,13 @@ class LocalPlane:
         with self._lock:
             self._pool.stage(copy, nbytes, spare=spare)
             self._forget_gone()
-        tensors = _clone(payload.tensors)
+        try:
+            tensors = _clone(payload.tensors)
+        except BaseException:
+            with self._lock:
+                self._pool.release(copy)
+                self._pool.unpin(copy)
+            raise
         manifest = Manifest(
             copy=copy,
             request=request,
