@@ -70,12 +70,66 @@ def test_calls_that_differ_in_a_setting_are_not_joined(model: Model) -> None:
     assert model.batches == [1, 1]
 
 
-def test_an_error_comes_to_every_request_that_shared_the_forward_and_to_no_other(model: Model) -> None:
+def test_an_error_comes_to_the_request_that_it_is_of_and_not_to_those_that_shared_its_forward(model: Model) -> None:
     batcher = ForwardBatcher()
-    calls = parked(model, batcher, given(-1.0), given(1.0), given(1.0, width=4))
-    batcher.caps[calls[0][1].key] = 2
+    calls = parked(model, batcher, given(1.0), given(-1.0), given(1.0), given(1.0), given(1.0, width=4))
+    batcher.caps[calls[0][1].key] = 4
     answers = results(calls, batcher)
-    assert [type(answer) for answer in answers] == [ValueError, ValueError, tuple]
+    assert [type(answer) for answer in answers] == [tuple, ValueError, tuple, tuple, tuple]
+
+
+def limited(model: Model, monkeypatch: pytest.MonkeyPatch, rows: int) -> None:
+    """Give the model memory for so many rows at once."""
+
+    def compute(x: Tensor, grids: list[tuple[int, int]]) -> Tensor:
+        model.batches.append(x.shape[0])
+        if x.shape[0] > rows:
+            raise torch.OutOfMemoryError("CUDA out of memory")
+        return x
+
+    monkeypatch.setattr(model, "forward", compute)
+
+
+def test_a_forward_that_is_too_large_is_computed_in_parts_and_not_tried_again(
+    model: Model, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    limited(model, monkeypatch, 2)
+    batcher = ForwardBatcher()
+    calls = parked(model, batcher, *(given(float(n)) for n in range(8)))
+    batcher.caps[calls[0][1].key] = 8  # as it was measured when more memory was free
+    batcher.run([call for _, call in calls])
+    assert [float(call.result[0, 0]) for _, call in calls] == [0, 1, 2, 3, 4, 5, 6, 7]
+    model.batches.clear()
+    batcher.run([call for _, call in calls])
+    assert model.batches == [2, 2, 2, 2]
+
+
+@pytest.mark.parametrize("error", [torch.OutOfMemoryError("CUDA out of memory"), ValueError("no")])
+def test_what_fails_while_it_is_measured_fails_by_itself(
+    model: Model, monkeypatch: pytest.MonkeyPatch, error: Exception
+) -> None:
+    def compute(x: Tensor, grids: list[tuple[int, int]]) -> Tensor:
+        if x.shape[1] == 4:
+            raise error
+        return x
+
+    monkeypatch.setattr(model, "forward", compute)
+    batcher = ForwardBatcher()
+    calls = parked(model, batcher, given(1.0, width=4), given(2.0, width=4), given(3.0), given(4.0))
+    batcher.run([call for _, call in calls])
+    assert [call.error for _, call in calls] == [error, error, None, None]
+    assert calls[0][1].key not in batcher.caps
+
+
+def test_as_many_are_joined_as_the_memory_holds(model: Model, monkeypatch: pytest.MonkeyPatch) -> None:
+    limited(model, monkeypatch, 4)
+    monkeypatch.setattr("triptych.accel.batching.time.perf_counter", lambda: 0.0)
+    monkeypatch.setattr("triptych.accel.batching._GAIN", 1.0)
+    batcher = ForwardBatcher()
+    calls = parked(model, batcher, *(given(float(n)) for n in range(8)))
+    batcher.run([call for _, call in calls])
+    assert set(batcher.caps.values()) == {4}
+    assert all(call.error is None for _, call in calls)
 
 
 @pytest.mark.parametrize(("cost", "cap"), [(lambda n: 1.0 + 0.1 * n, 8), (float, 1)])

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import pytest
 import torch
 
-from triptych.accel.batching import ForwardBatcher
+from triptych.accel import batching
+from triptych.accel.batching import Call, ForwardBatcher
 from triptych.config import ModelConfig
-from triptych.errors import ConfigError, StageError
+from triptych.errors import ConfigError, OutOfMemory, StageError
 from triptych.ids import ROLES, Role
 from triptych.pipeline.load import load_pipeline
 from triptych.pipeline.modular import ModularRolePipeline
@@ -112,6 +114,46 @@ def test_a_run_that_fails_leaves_the_others_alone(trio: Trio) -> None:
     assert isinstance(third, torch.Tensor)
     assert torch.allclose(first, alone(trio, REQUEST), atol=1e-4)
     assert torch.allclose(third, first, atol=1e-4)
+
+
+def out_of_memory(monkeypatch: pytest.MonkeyPatch, too_large: Callable[[Sequence[Call]], bool]) -> None:
+    """Let memory run out over forwards that are ``too_large``."""
+    joined = batching._joined
+
+    def scarce(calls: Sequence[Call]) -> list[Any]:
+        if too_large(calls):
+            raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB.")
+        return joined(calls)
+
+    monkeypatch.setattr(batching, "_joined", scarce)
+
+
+@pytest.mark.usefixtures("sizes")
+def test_requests_whose_forwards_do_not_fit_together_are_computed_apart(
+    trio: Trio, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    expected = [alone(trio, request) for request in (REQUEST, OTHERS[0])]
+    out_of_memory(monkeypatch, lambda calls: len(calls) > 1)
+    for one, joint in zip(expected, together(trio, [REQUEST, OTHERS[0]]), strict=True):
+        assert isinstance(joint, torch.Tensor)
+        assert torch.equal(joint, one)
+
+
+def test_a_request_that_does_not_fit_even_alone_fails_with_advice_and_the_others_go_on(
+    trio: Trio, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def wide(calls: Sequence[Call]) -> bool:
+        return any(isinstance(leaf, torch.Tensor) and leaf.shape[-1:] == (12,) for leaf in calls[0].leaves)
+
+    expected = alone(trio, REQUEST)
+    out_of_memory(monkeypatch, wide)
+    wides = [{**REQUEST, "width": 96, "seed": seed} for seed in (6, 8)]  # of a kind that has not been measured
+    first, second, third = together(trio, [wides[0], REQUEST, wides[1]])
+    for error in (first, third):
+        assert isinstance(error, OutOfMemory)
+        assert "the denoiser ran out of memory: lower height" in error.message
+    assert isinstance(second, torch.Tensor)
+    assert torch.allclose(second, expected, atol=1e-4)
 
 
 def test_it_goes_with_no_step_cache() -> None:

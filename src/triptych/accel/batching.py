@@ -3,7 +3,8 @@
 Theory of operation. Each request's loop runs in a greenlet. While forwards are collected, a call of the model switches
 out of it instead of computing; whoever runs the loops gathers the parked calls, and those of equal shapes are joined
 along the batch dimension, computed at once, and handed back. How many pay off is measured for each shape, by doubling:
-on a GPU that one request fills, none do. Results differ from those of a request alone by rounding.
+on a GPU that one request fills, none do. What fails together is tried in halves, so that a call fails of nothing but
+itself. Results differ from those of a request alone by rounding.
 """
 
 from __future__ import annotations
@@ -19,6 +20,8 @@ import torch
 from greenlet import getcurrent
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
+
+from triptych.accel.shortage import free_memory, is_out_of_memory
 
 log = logging.getLogger(__name__)
 
@@ -84,21 +87,41 @@ class ForwardBatcher:
         for group in groups.values():
             while group:
                 size = _power_of_two(min(len(group), self._cap(group[0]) if len(group) > 1 else 1))
-                _compute(group[:size])
+                self._compute(group[:size])
                 group = group[size:]
 
+    def _compute(self, calls: Sequence[Call]) -> None:
+        """Compute calls of one kind in one forward, or in halves where that cannot be done."""
+        try:
+            results = _joined(calls)
+        except Exception as error:
+            if len(calls) == 1:  # the request fails of it, and says so itself
+                calls[0].error = error
+                return
+            log.warning("batching: a forward of %d requests failed: %s: %s", len(calls), type(error).__name__, error)
+            half = len(calls) // 2
+            if is_out_of_memory(error):
+                free_memory(error)
+                self.caps[calls[0].key] = half
+        else:
+            for call, result in zip(calls, results, strict=True):
+                call.result = result
+            return
+        for part in (calls[:half], calls[half:]):
+            self._compute(part)
+
     def _cap(self, call: Call) -> int:
-        """How many calls like this one are joined at most; measured when the kind is new."""
+        """How many calls like this one are joined at most; measured when the kind is new. A call that fails alone is
+        no measure: nothing is known of its kind then."""
         known = self.caps.get(call.key)
         if known is not None:
             return known
-        size, best = 1, _seconds(call, 1)
-        while size * 2 <= self.most:
-            try:
-                each = _seconds(call, size * 2) / (size * 2)
-            except torch.OutOfMemoryError:
-                torch.cuda.empty_cache()
-                break
+        best = _seconds(call, 1)
+        if best is None:
+            return 1
+        size = 1
+        while size * 2 <= self.most and (taken := _seconds(call, size * 2)) is not None:
+            each = taken / (size * 2)
             if each > best * _GAIN:
                 break
             size, best = size * 2, each
@@ -122,18 +145,6 @@ def _plain(value: Any) -> Hashable:
     if isinstance(value, list) and not any(isinstance(leaf, Tensor) for leaf in pytree.tree_leaves(value)):
         return repr(value)
     return id(value)
-
-
-def _compute(calls: Sequence[Call]) -> None:
-    """Compute calls of one kind in one forward."""
-    try:
-        results = _joined(calls)
-    except Exception as error:  # each of the requests fails of it, and says so itself
-        for call in calls:
-            call.error = error
-        return
-    for call, result in zip(calls, results, strict=True):
-        call.result = result
 
 
 def _joined(calls: Sequence[Call]) -> list[Any]:
@@ -162,16 +173,22 @@ def _merge(parts: tuple[Any, ...], batch: int) -> Any:
     return value
 
 
-def _seconds(call: Call, count: int) -> float:
-    """Seconds of one forward of ``count`` such calls, after one that is not counted."""
-    device = next(leaf.device for leaf in call.leaves if isinstance(leaf, Tensor))
+def _seconds(call: Call, count: int) -> float | None:
+    """Seconds of one forward of ``count`` such calls, after one that is not counted; None when that fails."""
     taken = 0.0
-    for _ in range(2):
-        _wait(device)
-        begun = time.perf_counter()
-        _joined([call] * count)
-        _wait(device)
-        taken = time.perf_counter() - begun
+    try:
+        device = next(leaf.device for leaf in call.leaves if isinstance(leaf, Tensor))
+        for _ in range(2):
+            _wait(device)
+            begun = time.perf_counter()
+            _joined([call] * count)
+            _wait(device)
+            taken = time.perf_counter() - begun
+    except Exception as error:
+        log.info("batching: a forward of %d requests cannot be measured: %s: %s", count, type(error).__name__, error)
+        if is_out_of_memory(error):
+            free_memory(error)
+        return None
     return taken
 
 
