@@ -5,15 +5,17 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
+from diffusers.schedulers.scheduling_unipc_multistep import UniPCMultistepScheduler
 
 from triptych.config import ModelConfig, Shape
 from triptych.errors import ConfigError
 from triptych.ids import ROLES, Role
-from triptych.pipeline.load import load_pipeline
+from triptych.pipeline.load import load_cold, load_pipeline
 
-from .harness import lone_folder
+from .harness import finish, lone_folder
 
 FRAMES = {"wan22_t2v": 5, "wan_i2v": 5, "qwen_t2i": 1, "z_image": 1}
 
@@ -48,3 +50,39 @@ def test_a_model_that_is_split_by_replay_is_warmed_up_whole_or_refused(
     assert "warmed up for 64x32 in" in caplog.text
     with pytest.raises(ConfigError, match="without the encoder this model's other roles cannot be warmed up"):
         load_pipeline(config, (Role.DENOISER,), "cpu")
+
+
+def test_a_request_s_steps_do_nothing_that_the_warm_up_has_not_done(
+    checkpoint: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    seen: set[tuple[str, int]] = set()
+    for name in ("multistep_uni_p_bh_update", "multistep_uni_c_bh_update"):
+        update = getattr(UniPCMultistepScheduler, name)
+
+        def noted(self: Any, *args: Any, order: int, name: str = name, update: Any = update, **kwargs: Any) -> Any:
+            seen.add((name, order))
+            return update(self, *args, order=order, **kwargs)
+
+        monkeypatch.setattr(UniPCMultistepScheduler, name, noted)
+    shape = Shape(width=32, height=32, frames=5)
+    pipeline = load_pipeline(ModelConfig(path=str(checkpoint("wan_t2v")), device="cpu", warmup=(shape,)), ROLES, "cpu")
+    warm, request = set(seen), {"prompt": "a cat", "width": 32, "height": 32, "num_frames": 5}
+    result = finish(pipeline.start(Role.ENCODER, request | {"num_inference_steps": 6}, [], []))
+    inputs = [(output.tree, output.tensors) for output in result.outputs if output.consumer is Role.DENOISER]
+    finish(pipeline.start(Role.DENOISER, request | {"num_inference_steps": 6}, inputs, []))
+    assert seen == warm
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning:diffusers", "ignore::FutureWarning:diffusers")
+@pytest.mark.parametrize(("scale", "batches"), [(None, {1, 2}), (1.0, {1})])
+def test_forwards_without_guidance_are_warmed_up_where_branches_are_joined(
+    classic_checkpoint: Callable[[str], Path], scale: float | None, batches: set[int]
+) -> None:
+    path, defaults = str(classic_checkpoint("stable_diffusion")), {} if scale is None else {"guidance_scale": scale}
+    config = ModelConfig(path=path, device="cpu", warmup=(Shape(width=64, height=32),), defaults=defaults)
+    pipeline, warm_up = load_cold(config, ROLES, "cpu")
+    seen: set[int] = set()
+    unet = pipeline.component(Role.DENOISER, "unet")
+    unet.register_forward_pre_hook(lambda _module, inputs: seen.add(len(inputs[0])))
+    warm_up(pipeline)
+    assert seen == batches

@@ -81,7 +81,7 @@ def measure(url: str, name: str, gpus: int, plan: Plan, api_key: str | None = No
     with Client(url, api_key=api_key) as client:
         kind = cast(Literal["video", "image"], client.models()["data"][0]["output"])
         instances = len(client.server_info()["instances"])
-    short = {"num_inference_steps": 2} if "num_inference_steps" in plan.fields else {}
+    short = {"num_inference_steps": 3} if "num_inference_steps" in plan.fields else {}
     for fields in (plan.fields, plan.open_fields) if plan.requests else (plan.fields,):
         first = Load(url, {**fields, **short}, kind=kind, api_key=api_key).burst(instances)
         if first.failures:

@@ -33,8 +33,10 @@ from triptych.wire.schema import RequestSchema
 log = logging.getLogger(__name__)
 
 _PROMPTS = ("a rehearsal", "a longer rehearsal, with a few more words in it than the one before")
-_STEPS = 2
-"""Steps of a rehearsal: the second may differ from the first in what it keeps from it."""
+_STEPS = 3
+"""Steps of a rehearsal: the second may differ from the first in what it keeps from it, and the third, as UniPC's does,
+in what it keeps from two."""
+_UNGUIDED_STEPS = 2
 _FILES = ("image", "images", "video")
 _FILE = {"blob": 0}
 _STEPS_OF_TWO = 4
@@ -46,8 +48,9 @@ def rehearse(
 ) -> None:
     """Run one request of each shape through ``own`` roles; the roles before them run in ``before``.
 
-    Two prompts are used where their embeddings differ in length: what is compiled for two lengths is good for all.
-    Raises `ConfigError` for a shape that the model cannot have.
+    Two prompts are used where their embeddings differ in length: what is compiled for two lengths is good for all. A
+    pipeline that computes its branches of guidance in one forward runs once more without guidance, where forwards are
+    smaller. Raises `ConfigError` for a shape that the model cannot have.
     """
     for shape in shapes:
         compilations, begun = tally.compilations, time.perf_counter()
@@ -59,6 +62,9 @@ def rehearse(
                 if rest.sizes not in lengths:
                     lengths.append(rest.sizes)
                     rest.run(own, before)
+            if off := _guidance_off(own.schema):
+                params = _params(own.schema, shape, _UNGUIDED_STEPS) | {"prompt": _PROMPTS[0], **off}
+                _encoded(own, before, shape, params).run(own, before)
         except (BadRequest, StageError) as error:
             raise ConfigError(f"warmup={shape}: {error.message}") from error
         log.info(
@@ -120,6 +126,16 @@ def _params(schema: RequestSchema, shape: Shape, steps: int) -> dict[str, Any]:
     if shape.frames > 1 and schema.param("num_frames") is None:
         raise ConfigError(f"warmup={shape}: the model makes images, so say WIDTHxHEIGHT")
     return {name: value for name, value in wanted.items() if schema.param(name) is not None}
+
+
+def _guidance_off(schema: RequestSchema) -> dict[str, float]:
+    """What turns guidance off in a pipeline that joins its branches and guides by itself; nothing for others. The loop
+    of a modular pipeline computes branch by branch, of which one alone is none that was not seen."""
+    if schema.split == "modular":
+        return {}
+    scales = {p.name: (p.default, p.off) for p in schema.params if p.off is not None}
+    guided = any(default is not None and default != off for default, off in scales.values())
+    return {name: off for name, (_, off) in scales.items()} if guided else {}
 
 
 def _picture() -> bytes:
