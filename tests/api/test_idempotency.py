@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import time
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import httpx
@@ -62,6 +65,60 @@ def test_several_images_under_one_key_are_several_jobs(http: httpx.Client) -> No
         second = post(http, "k5", "/v1/images/generations", json=body).json()["data"]
         assert len({image["url"] for image in first}) == 2
         assert first == second
+
+
+SYNC = [pytest.param("/v1/images/generations", id="images"), pytest.param("/v1/tasks/image/sync", id="task")]
+
+
+def until(condition: Callable[[], Any]) -> None:
+    deadline = time.monotonic() + 20
+    while not condition():
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+
+
+@pytest.mark.parametrize("path", SYNC)
+def test_one_of_two_that_wait_for_the_same_job_may_hang_up(http: httpx.Client, house: House, path: str) -> None:
+    key = f"shared {path}"
+    with http, ThreadPoolExecutor(1) as pool:
+        stays = pool.submit(post, http, key, path, json={"prompt": "hold encoder", "seed": 1})
+        until(lambda: house.held)
+        with pytest.raises(httpx.ReadTimeout):
+            post(http, key, path, json={"prompt": "hold encoder", "seed": 1}, timeout=0.5)
+        time.sleep(0.3)  # the server sees that
+        (lease,) = house.held
+        house.held.pop(lease).let_go(lease)
+        assert stays.result().status_code == 200
+
+
+@pytest.mark.parametrize("path", SYNC)
+def test_the_last_one_that_hangs_up_stops_the_work_and_the_key_is_free(
+    http: httpx.Client, house: House, path: str
+) -> None:
+    key = f"left {path}"
+    with http, ThreadPoolExecutor(2) as pool:
+        for answer in [
+            pool.submit(post, http, key, path, json={"prompt": "hold encoder"}, timeout=wait) for wait in (0.5, 1.0)
+        ]:
+            assert isinstance(answer.exception(), httpx.ReadTimeout)
+        until(lambda: not house.service.live())
+        house.held.clear()
+        assert post(http, key, path, json={"prompt": "another tree"}).status_code == 200
+
+
+def test_all_that_wait_for_one_picture_get_it(http: httpx.Client, house: House) -> None:
+    before = set(house.folder.glob("image_*"))
+    body = {"prompt": "hold encoder", "seed": 7, "response_format": "b64_json"}
+    with http, ThreadPoolExecutor(8) as pool:
+        answers = [pool.submit(post, http, "crowd", "/v1/images/generations", json=body) for _ in range(8)]
+        until(lambda: house.held)
+        time.sleep(0.3)  # all of them wait
+        (lease,) = house.held
+        house.held.pop(lease).let_go(lease)
+        pictures = [answer.result() for answer in answers]
+        assert {picture.status_code for picture in pictures} == {200}
+        assert len({picture.json()["data"][0]["b64_json"] for picture in pictures}) == 1
+        until(lambda: set(house.folder.glob("image_*")) <= before)
 
 
 @pytest.mark.parametrize("key", ["", "x" * 256])

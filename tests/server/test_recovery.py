@@ -252,6 +252,31 @@ async def test_a_key_is_free_when_its_request_was_refused_or_its_job_is_forgotte
     assert len(estate.service._keeper.keys) == 1
 
 
+async def test_a_key_is_free_as_soon_as_the_deletion_of_its_job_begins(estate: Estate) -> None:
+    estate.add(hold=ENCODER)
+    await estate.ready()
+    job = await estate.submit(idempotency_key=KEY)
+    deletion = asyncio.create_task(estate.service.delete(job.id))
+    await asyncio.sleep(0)
+    assert not deletion.done()
+    again = await estate.submit(idempotency_key=KEY)
+    await deletion
+    assert again.id != job.id
+    assert (await estate.submit(idempotency_key=KEY)).id == again.id
+
+
+async def test_a_deletion_of_an_earlier_life_leaves_the_key_to_the_job_that_has_it_now(estate: Estate) -> None:
+    estate.add(hold=ENCODER)
+    await estate.ready()
+    job = await estate.submit(idempotency_key=KEY)
+    estate.service._keeper.free_key(estate.service._records.get(job.id))
+    again = await estate.submit(idempotency_key=KEY)
+    estate.journal.note(Deleting(request=job.id))
+    await estate.restart()
+    await until(lambda: not estate.service._keeper._background, "the end of the deletion")
+    assert (await estate.submit(idempotency_key=KEY)).id == again.id
+
+
 async def test_a_client_that_hangs_up_leaves_no_key_that_never_ends(estate: Estate) -> None:
     estate.add()
     await estate.ready()

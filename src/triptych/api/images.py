@@ -19,7 +19,7 @@ from triptych.api.routes import STRICT, errors
 from triptych.api.shapes import ImageData, Images
 from triptych.api.validation import INT64_MAX
 from triptych.api.views import timings_of
-from triptych.api.waiting import Waiting
+from triptych.api.waiting import Place, Waiting
 from triptych.errors import BadRequest, StageError
 from triptych.server.records import JobRecord, StoredFile
 from triptych.wire.schema import RequestSchema
@@ -48,7 +48,7 @@ class ImageRoutes:
                 methods=["POST"],
                 summary=summary,
                 response_model=Images,
-                responses=errors(400, 404, 408, 409, 413, 415, 429, 500, 503, 504, 507),
+                responses=errors(400, 404, 408, 409, 413, 415, 422, 429, 500, 503, 504, 507),
                 dependencies=STRICT,
                 tags=["images"],
             )
@@ -68,8 +68,9 @@ class ImageRoutes:
         return await self._made(request, order)
 
     async def _made(self, request: Request, order: Order) -> Response:
-        async with self._jobs(request, need_schema(self._service), order) as jobs:
+        async with self._jobs(request, need_schema(self._service), order) as places:
             assert order.timeouts is not None  # the desk has set them
+            jobs = [place.job for place in places]
             records = await self._waiting.outcome(request, jobs, order.timeouts.total + GRACE_SECONDS)
             if records is None:
                 return Response(status_code=CLIENT_CLOSED)
@@ -77,31 +78,33 @@ class ImageRoutes:
             if len(files) < order.count:
                 raise StageError(f"{order.count} images were asked for and {len(files)} were made")
             data = await self._data(request, order, records)
-        if order.response_format == "b64_json":
-            for record in records:
-                await self._waiting.forget(record.id)
+            if order.response_format == "url":
+                for place in places:
+                    place.keep()
         return JSONResponse(_images(order, records, files[0], data).model_dump())
 
     @asynccontextmanager
-    async def _jobs(self, request: Request, schema: RequestSchema, order: Order) -> AsyncGenerator[list[JobRecord]]:
-        """The jobs of an order, gone again with everything that they made unless the block ends well.
+    async def _jobs(self, request: Request, schema: RequestSchema, order: Order) -> AsyncGenerator[list[Place]]:
+        """Places at the jobs of an order; jobs that nobody waits for after the block, and nobody kept, are gone again
+        with everything that they made.
 
         A pipeline that makes several images of one prompt gets one job; else every image is a job of its own, with
         the next seed (0 after the largest), and instances share them.
         """
         shared = schema.param("n") is not None
-        jobs: list[JobRecord] = []
+        places: list[Place] = []
         try:
             for index in range(1 if shared else order.count):
                 params = dict(order.params)
                 if index and "seed" in params:
                     params["seed"] = (params["seed"] + index) % (INT64_MAX + 1)
-                jobs.append(await self._desk.submit(request, order, "image", params=params, part=index))
-            yield jobs
-        except BaseException:
-            for job in jobs:
+                job = await self._desk.submit(request, order, "image", params=params, part=index)
+                places.append(self._waiting.join(job))
+            yield places
+        finally:
+            # All are left before the first deletion is waited for: others who leave meanwhile count who is there.
+            for job in [place.job for place in places if place.leave()]:
                 await self._waiting.forget(job.id)
-            raise
 
     async def _data(self, request: Request, order: Order, records: Sequence[JobRecord]) -> list[ImageData]:
         found: list[ImageData] = []

@@ -41,7 +41,7 @@ class Tasks:
         self._add(app, "/v1/tasks/image/form", self.create_image, "POST", "The same, with uploads", created)
         self._add(
             app, "/v1/tasks/image/sync", self.create_image_sync, "POST", "Make an image and wait for it",
-            (*created, 504), response_class=FileResponse,
+            (*created, 422, 504), response_class=FileResponse,
         )  # fmt: skip
         self._add(app, "/v1/tasks/", self.all, "GET", "All tasks by id", (400, 500))
         self._add(app, "/v1/tasks/{task_id}/status", self.status, "GET", "Look at a task", (400, 404, 500))
@@ -91,15 +91,22 @@ class Tasks:
             float, Query(gt=0, le=3600, description="Without effect: the answer comes at once when it is there.")
         ] = 0.5,
     ) -> Response:
-        """The image itself. A client that hangs up stops the work."""
+        """The image itself. A client that hangs up stops the work, unless the same request waits elsewhere too."""
         record = await self._book.start(request, "image")
+        place = self._waiting.join(record)
         try:
             ended = await self._waiting.outcome(request, [record], timeout_seconds)
+            if ended is None:
+                if place.leave():
+                    await self._waiting.forget(record.id)
+                return Response(status_code=CLIENT_CLOSED)
+            place.keep()
         except DeadlinePassed:
-            await self._context.service.cancel(record.id)
+            if place.leave():
+                await self._context.service.cancel(record.id)
             raise
-        if ended is None:
-            return Response(status_code=CLIENT_CLOSED)
+        finally:
+            place.leave()
         await self._context.service.saved.ensure(record.id)
         return await media_response(request, ended[0].files[0], "inline")
 

@@ -1,32 +1,68 @@
-"""Requests that wait for their jobs: a client that hangs up stops the work, and the wait has a deadline."""
+"""Requests that wait for their jobs: the last client of a job that hangs up stops it, and the wait has a deadline."""
 
 from __future__ import annotations
 
 import asyncio
+from collections import Counter
 from collections.abc import Sequence
 from contextlib import suppress
 
 from starlette.requests import Request
 
-from triptych.api.errors import DeadlinePassed, JobCancelled
+from triptych.api.errors import DeadlinePassed, JobCancelled, JobFailed
 from triptych.api.views import error_of
 from triptych.core.events import JobState
-from triptych.errors import BadRequest, NotFound, StageError
+from triptych.errors import NotFound
 from triptych.ids import RequestId
 from triptych.server.records import JobRecord
 from triptych.server.service import DiffusionService
 
 
+class Place:
+    """One HTTP request's place among those that wait for a job: with an Idempotency-Key there may be several."""
+
+    def __init__(self, job: JobRecord, waiters: Counter[RequestId], kept: set[RequestId]) -> None:
+        self.job = job
+        self._waiters = waiters
+        self._kept = kept
+        self._left = False
+        waiters[job.id] += 1
+
+    def keep(self) -> None:
+        """The client was told where to find what the job made, so it must stay."""
+        self._kept.add(self.job.id)
+
+    def leave(self) -> bool:
+        """Wait no longer; whether nobody has a use for the job any more. Once left, the answer is no."""
+        if self._left:
+            return False
+        self._left = True
+        self._waiters[self.job.id] -= 1
+        if self._waiters[self.job.id]:
+            return False
+        del self._waiters[self.job.id]
+        useless = self.job.id not in self._kept
+        self._kept.discard(self.job.id)
+        return useless
+
+
 class Waiting:
-    """Waits for jobs on behalf of HTTP requests."""
+    """Waits for jobs on behalf of HTTP requests. Belongs to the loop's thread."""
 
     def __init__(self, service: DiffusionService) -> None:
         self._service = service
+        self._waiters: Counter[RequestId] = Counter()
+        self._kept: set[RequestId] = set()
+        """Jobs that somebody waits for and whose files somebody else was told of."""
+
+    def join(self, job: JobRecord) -> Place:
+        """Begin to wait for a job, in the same turn of the loop in which it was found."""
+        return Place(job, self._waiters, self._kept)
 
     async def outcome(self, request: Request, jobs: Sequence[JobRecord], seconds: float) -> list[JobRecord] | None:
-        """The ended jobs, all of them done; None when the client hung up first, and then the jobs are deleted.
+        """The ended jobs, all of them done; None when the client hung up first.
 
-        Raises what a job failed with, and `DeadlinePassed` after ``seconds``; the jobs are the caller's then.
+        Raises `JobFailed` and its kin, and `DeadlinePassed` after ``seconds``.
         """
         ends = [asyncio.ensure_future(self._end(job)) for job in jobs]
         done = asyncio.gather(*ends)
@@ -37,8 +73,6 @@ class Waiting:
                 return list(done.result())
             if not gone.done():
                 raise DeadlinePassed(f"the images were not made within {seconds:g} seconds")
-            for job in jobs:
-                await self.forget(job.id)
             return None
         finally:
             for task in (done, gone, *ends):
@@ -61,10 +95,7 @@ class Waiting:
             case JobState.CANCELLED:
                 raise JobCancelled(error.message)
             case _:
-                blame = record.view.error.blame if record.view.error else "us"
-                if blame == "caller":
-                    raise BadRequest(None, error.message, code=error.code)
-                raise StageError(error.message)
+                raise JobFailed(error.code, error.message, blame=record.view.error.blame if record.view.error else "us")
 
 
 async def _hung_up(request: Request) -> None:

@@ -63,9 +63,11 @@ class Keys:
         job.set_result(request)
         self._claims[name] = _Claim(digest, job)
 
-    def forget(self, name: str) -> None:
-        """The job of a key is gone."""
-        self._claims.pop(name, None)
+    def forget(self, name: str, request: RequestId) -> None:
+        """A job is gone, and its key is free, unless it stands for a later job already."""
+        claim = self._claims.get(name)
+        if claim is not None and _succeeded(claim.job) and claim.job.result() == request:
+            del self._claims[name]
 
     async def once(self, key: IdempotencyKey, accept: Callable[[], Coroutine[Any, Any, RequestId]]) -> RequestId:
         """The job of ``key``, made by ``accept`` if there is none; those who come meanwhile wait for the same one.
@@ -94,5 +96,9 @@ class Keys:
         return await asyncio.shield(claim.job)
 
     def _made(self, name: str, job: asyncio.Future[RequestId]) -> None:
-        if job.cancelled() or job.exception() is not None:
+        if not _succeeded(job):
             self._claims.pop(name, None)
+
+
+def _succeeded(job: asyncio.Future[RequestId]) -> bool:
+    return job.done() and not job.cancelled() and job.exception() is None

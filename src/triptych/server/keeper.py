@@ -152,10 +152,14 @@ class Keeper:
             entry.files = ()
             await self.in_thread(self._media.remove, stored)
 
+    def free_key(self, entry: Entry) -> None:
+        """Have the key of a job that is being deleted stand for nothing: the same request again is a new one."""
+        self.keys.forget(entry.key, entry.id)
+
     async def erase(self, entry: Entry) -> None:
         """Delete everything of a job. What a killed server did not finish of it is finished by the next one."""
         self.records.remove(entry)
-        self.keys.forget(entry.key)
+        self.free_key(entry)
         self.note(Deleting(request=entry.id))
         await self.settle()
         await self.in_thread(self._media.remove, entry.files)

@@ -256,6 +256,7 @@ class DiffusionService:
 
     async def delete(self, id: RequestId) -> JobRecord:
         """Forget a job and its media, stopping it first when it is live; returns its last state."""
+        self._keeper.free_key(self._records.get(id))
         await self.cancel(id)
         entry = self._records.get(id)
         record = self._record(entry)
