@@ -75,8 +75,8 @@ def schema(*, with_count: bool) -> RequestSchema:
 
 
 class Painter(NoopInstance):
-    """An instance whose stages obey the prompt: "fail" fails, "slow" stays in the denoiser until it is let go,
-    "hold ROLE" in that role."""
+    """An instance whose stages obey the prompt: "fail" fails ("fail as CODE" with that code), "slow" stays in the
+    denoiser until it is let go, "hold ROLE" in that role."""
 
     def __init__(self, *, house: House, **options: Any) -> None:
         super().__init__(**options)
@@ -98,7 +98,8 @@ class Painter(NoopInstance):
     def _denoise(self, lease: Lease, prompt: str) -> Outcome | None:
         if "fail" in prompt:
             blame = "caller" if "caller" in prompt else "instance"
-            error = ErrorInfo(code="stage_failed", message="the paint is dry", blame=blame)
+            code = prompt.partition("fail as ")[2] or "stage_failed"
+            error = ErrorInfo(code=code, message="the paint is dry", blame=blame)
             return StageFailed(instance=self.instance, epoch=self.epoch, server_epoch=None, lease=lease, error=error)
         if "slow" in prompt:
             self.post(Stepped(lease=lease, step=STEPS // 2, steps=STEPS))

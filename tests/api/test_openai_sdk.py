@@ -210,6 +210,28 @@ def test_a_pipeline_of_single_images_gets_one_job_for_each(single_house: Any) ->
             sdk.images.generate(prompt="fail: caller", n=3)
 
 
+@pytest.mark.parametrize(
+    ("code", "status"),
+    [
+        ("storage_full", 507),
+        ("storage_failed", 500),
+        ("poison", 422),
+        ("out_of_memory", 413),
+        ("too_large", 413),
+        ("attempts_exhausted", 500),
+    ],
+)
+def test_a_picture_that_failed_says_of_what_and_is_not_asked_for_again(house: Any, code: str, status: int) -> None:
+    before = len(house.seen)
+    with (
+        openai.OpenAI(base_url=f"{house.url}/v1", api_key="none") as patient,  # sends again what may succeed then
+        pytest.raises(openai.APIStatusError, match="the paint is dry") as caught,
+    ):
+        patient.images.generate(prompt=f"fail as {code}")
+    assert (caught.value.status_code, caught.value.code) == (status, code)
+    assert len(house.seen) == before + 1
+
+
 def test_models_are_named_with_their_parameters(sdk: openai.OpenAI) -> None:
     models = sdk.models.list().data
     assert [m.id for m in models] == ["/models/painter"]

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import math
 from collections.abc import Mapping
+from typing import Final
 
 from fastapi import FastAPI, Request
 from fastapi.exceptions import RequestValidationError
@@ -13,7 +14,7 @@ from starlette.responses import JSONResponse
 from starlette.routing import Route
 
 from triptych.api.shapes import ErrorBody, ErrorObject
-from triptych.errors import BadRequest, Blame, NotReady, TriptychError
+from triptych.errors import BadRequest, Blame, NotReady, OutOfMemory, StorageFull, TooLarge, TriptychError
 
 log = logging.getLogger(__name__)
 
@@ -99,7 +100,30 @@ class TooBusy(TriptychError):
         self.retry_after = retry_after
 
 
-class JobCancelled(TriptychError):
+class JobEnded(TriptychError):
+    """A job ended without a result. It was tried as often as there was sense in that: a client that sent the same
+    request again by itself, as OpenAI's does on many a status, would only have it fail once more."""
+
+
+class JobFailed(JobEnded):
+    """A job failed with ``code``, which `JOB_STATUS` turns into a status; ``blame`` is the word of the job's error."""
+
+    def __init__(self, code: str, message: str, *, blame: str) -> None:
+        super().__init__(message)
+        self.error_code = code
+        self.error_status = JOB_STATUS.get(code, 400 if blame == Blame.CALLER else 500)
+
+
+JOB_STATUS: Final[Mapping[str, int]] = {
+    TooLarge.code: TooLarge.status,
+    OutOfMemory.code: 413,  # something smaller fits
+    "poison": 422,  # the request is what instances died of
+    StorageFull.code: StorageFull.status,
+}
+"""HTTP status by what a job failed of, where its blame does not say enough."""
+
+
+class JobCancelled(JobEnded):
     """Somebody deleted the job that a request was waiting for."""
 
     blame = Blame.CALLER
@@ -107,7 +131,7 @@ class JobCancelled(TriptychError):
     code = "cancelled"
 
 
-class DeadlinePassed(TriptychError):
+class DeadlinePassed(JobEnded):
     """A job did not end within its limits of waiting and running."""
 
     status = 504
@@ -154,6 +178,10 @@ def typed_response(error: TriptychError) -> JSONResponse:
         headers["content-range"] = f"bytes */{error.size}"
     if isinstance(error, BodyStalled):
         headers["connection"] = "close"  # the rest of the body, if it ever comes, must not be read as a request
+    if isinstance(error, JobEnded):
+        headers["x-should-retry"] = "false"
+    if isinstance(error, JobFailed):
+        return error_response(error.error_status, error.message, code=error.error_code, headers=headers)
     if isinstance(error, BadRequest):
         return error_response(error.status, error.message, param=error.field, code=error.error_code, headers=headers)
     return error_response(error.status, error.message, code=error.code, headers=headers)
@@ -196,9 +224,10 @@ def install(app: FastAPI) -> None:
 
     async def typed(_request: Request, error: Exception) -> JSONResponse:
         assert isinstance(error, TriptychError)
-        if error.status >= 500:
-            log.warning("%s: %s", error.code, error.message)
-        return typed_response(error)
+        response = typed_response(error)
+        if response.status_code >= 500:
+            log.warning("%s: %s", error.error_code if isinstance(error, JobFailed) else error.code, error.message)
+        return response
 
     async def http(request: Request, error: Exception) -> JSONResponse:
         assert isinstance(error, HTTPException)

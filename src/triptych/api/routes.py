@@ -19,6 +19,7 @@ _REASONS = {
     413: "The body, or what it asks for, is too large.",
     415: "The body's content type is not read here.",
     416: "The byte range lies outside the file.",
+    422: "Instances died of the request; it is not tried again.",
     429: "Too much is waiting; try again later.",
     500: "The server or an instance failed.",
     503: "Not ready yet; try again later.",
