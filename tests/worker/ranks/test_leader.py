@@ -12,7 +12,8 @@ import pytest
 from tests.worker.test_process import WAIT, Desk, Instance
 from triptych.core.events import CancelRequest, JobState
 from triptych.ids import ROLES, Role
-from triptych.wire.messages import Progress, Stopped
+from triptych.wire.messages import Goodbye, Progress, Stopped
+from triptych.worker.ranks.leader import COLLECTIVE_SECONDS
 
 
 @pytest.fixture
@@ -53,3 +54,19 @@ def test_an_instance_dies_with_any_of_its_ranks_and_its_work_is_done_by_the_next
         first.end()
         if second is not None:
             second.end()
+
+
+def test_an_instance_ends_when_one_of_its_ranks_is_frozen(desk: Desk, tmp_path: Path) -> None:
+    instance = Instance(desk, *ROLES, log=tmp_path / "log", transfer="local", gpu_ids=(0, 1))
+    try:
+        request = desk.submit("frozen", num_inference_steps=100)
+        desk.until(lambda: bool(desk.said(Progress, request, Role.DENOISER)))
+        frozen = follower(instance)
+        frozen.suspend()
+        # Far less than the bound of a collective, and far more than it takes.
+        assert instance.process.wait(COLLECTIVE_SECONDS / 3) == 1
+        assert "rank 1 is lost: its process is stopped" in instance.log.read_text()
+        frozen.wait(WAIT)
+        desk.until(lambda: any(isinstance(m, Goodbye) and m.failed for m in desk.heard))
+    finally:
+        instance.end()

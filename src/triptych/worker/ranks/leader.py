@@ -1,4 +1,4 @@
-"""Rank 0's side: starts the followers, gives them orders, and hears how these went and when one of them dies.
+"""Rank 0's side: starts the followers, gives them orders, hears how these went and when one of them dies or freezes.
 
 A request's own failure is one that all ranks have in the same order: it fails that request and nothing else. Anything
 else leaves the ranks apart, some of them perhaps in a collective that nobody will complete. Then the instance is lost:
@@ -27,6 +27,7 @@ import torch
 from triptych.accel.parallel.team import Team
 from triptych.config import InstanceConfig
 from triptych.worker.jobs import Post, ThreadDied
+from triptych.worker.ranks.frozen import FrozenWatch
 from triptych.worker.ranks.orders import Answer, Done, Failed, Join, Order, Ready, Sent, Shape, decode_answer, encode
 
 log = logging.getLogger(__name__)
@@ -72,6 +73,8 @@ class Leader:
                 )
             )
             threading.Thread(target=self._hear, args=(follower,), name=f"rank-{follower.rank}", daemon=True).start()
+        self._frozen = FrozenWatch({follower.rank: follower.process.pid for follower in self.followers}, self._lost)
+        threading.Thread(target=self._frozen.run, name="frozen-ranks", daemon=True).start()
 
     def join(self) -> Team:
         """Meet the followers, all of whom load at the same time. Called once, by the compute thread."""
@@ -127,6 +130,7 @@ class Leader:
     def close(self) -> None:
         """End the followers, whatever they are at."""
         self._closing = True
+        self._frozen.close()
         for follower in self.followers:
             follower.end()
         shutil.rmtree(self._folder, ignore_errors=True)
