@@ -229,6 +229,21 @@ def test_a_late_result_of_an_old_attempt_is_acknowledged_released_and_otherwise_
     assert bench.router.view(request).state is JobState.ENCODER_WAITING  # type: ignore[union-attr]
 
 
+def test_what_is_still_said_of_a_lease_that_was_taken_back_is_counted_and_its_end_is_not() -> None:
+    bench = Bench()
+    bench.join("encoder", slots=2)
+    for name in ("stopped", "finished"):
+        bench.started("encoder", lease(bench.submit(name), E))
+        bench.cancel(RequestId(name))
+        bench.progress("encoder", lease(RequestId(name), E), 1)
+        assert bench.counted("late_report") == 1
+    bench.stopped("encoder", lease(RequestId("stopped"), E))
+    assert bench.counted("late_report") == 0
+    bench.staged("encoder", lease(RequestId("finished"), E))
+    assert bench.counted("late_report") == 1
+    assert [release.copies for release in bench.sent("encoder", Release)] == [("finished/encoder.1",)]
+
+
 def test_a_repeated_result_is_acknowledged_and_its_copies_stay() -> None:
     bench = Bench()
     bench.join("encoder")

@@ -9,8 +9,10 @@ from collections.abc import Iterator
 
 import pytest
 import torch
+import zmq
 
 from triptych.accel.tally import Tally
+from triptych.config import InstanceConfig, ModelConfig, TransferConfig
 from triptych.core.instance import InstanceMachine
 from triptych.core.instance_events import Ended, Stop, Usage
 from triptych.errors import ConfigError
@@ -43,6 +45,7 @@ from triptych.wire.schema import RequestSchema
 from triptych.worker.control import ControlLoop
 from triptych.worker.crew import Crew
 from triptych.worker.jobs import Identity, MediaReady, ThreadDied
+from triptych.worker.metrics import InstanceMetrics
 from triptych.worker.threads import Mailbox
 
 WAIT = 30.0
@@ -81,6 +84,13 @@ class Stand:
         self.mailbox = Mailbox()
         self.mailbox.attach(self.control.wake)
         identity = Identity(instance=ME, epoch=LIFE)
+        config = InstanceConfig(
+            roles=ROLES, server_addr=f"tcp://127.0.0.1:{self.port}", work_port=work_port, transfer=TransferConfig(),
+            model=ModelConfig(path="tiny", device="cpu"),
+        )  # fmt: skip
+        self.metrics = InstanceMetrics(
+            identity=identity, config=config, figures=lambda: self.plane.figures, tally=Tally()
+        )
         self.crew = Crew(
             load=self._load, device="cpu", slots=2, max_running=1, tally=Tally(), plane=self.plane, identity=identity,
             post=self.mailbox.post,
@@ -93,6 +103,7 @@ class Stand:
             control=self.control, machine=InstanceMachine(hello), plane=self.plane, crew=self.crew,
             mailbox=self.mailbox, identity=identity,
             usage=lambda: Usage(pool_used=self.plane.used_bytes, resident_bytes=1, device_bytes=0),
+            metrics=self.metrics,
         )  # fmt: skip
         self.exit_code: int | None = None
         self.thread = threading.Thread(target=self._run, daemon=True)
@@ -218,6 +229,24 @@ def test_a_file_is_sent_again_until_the_server_has_stored_it(stand: Stand) -> No
     deadline = time.monotonic() + WAIT
     while stand.loop._files:
         assert time.monotonic() < deadline
+
+
+def test_what_is_dropped_at_the_work_port_and_what_is_odd_shows_in_the_metrics(stand: Stand) -> None:
+    def figure(metric: str, **labels: str) -> float:
+        return stand.metrics.registry.get_sample_value(f"triptych_instance_{metric}_total", labels) or 0.0
+
+    with zmq.Context() as context, context.socket(zmq.PUSH) as stranger:
+        stranger.connect(stand.work_url)
+        for _ in range(2):
+            stranger.send(b"nonsense")
+        run = RunStage(
+            server_epoch=SERVER, epoch=LIFE, lease=lease(Role.DECODER), params={}, inputs=(), budget_seconds=60
+        )
+        for _ in range(2):
+            stand.work(run)
+        deadline = time.monotonic() + WAIT
+        while (figure("dropped_frames", socket="work"), figure("events", name="repeated_lease")) != (2, 1):
+            assert time.monotonic() < deadline
 
 
 def test_an_outcome_of_a_lease_that_is_over_is_harmless(stand: Stand) -> None:

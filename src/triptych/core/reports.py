@@ -90,19 +90,20 @@ class Reports:
         ledger.lose_copies(copies, "dropped for room")
 
     def _late(self, member: Member, grant: Grant | None, message: Report) -> None:
-        """A report of a lease that nobody waits for any more: its end frees the slot, its outputs are of no use."""
+        """A report of a lease that nobody waits for any more: its end frees the slot, its outputs are of no use.
+
+        That a lease which was taken back has stopped is what was asked for, and not late.
+        """
         ledger = self._ledger
+        if grant is None or not isinstance(message, Stopped):
+            ledger.count("late_report", type(message).__name__, member.id, message.lease.request)
         if isinstance(message, Checkpointed):
             if message.manifest.copy not in member.copies:
                 ledger.release_ids(member, (message.manifest.copy,))
             return
         if isinstance(message, Fetched | Started | Progress):
-            if grant is None:
-                ledger.count("late_report", type(message).__name__, member.id, message.lease.request)
             return
-        if grant is None:
-            ledger.count("late_report", type(message).__name__, member.id, message.lease.request)
-        else:
+        if grant is not None:
             ledger.free(grant)
         ledger.ack(member, message.lease)
         if isinstance(message, Staged):

@@ -104,6 +104,7 @@ class ControlLoop:
                 self._feed(self._usage())
                 if self._metrics is not None:
                     self._metrics.held(len(self._machine.leases))
+                    self._metrics.dropped(self._control.dropped)
                 self._audit()
             self._feed(Tick())
             self._control.flush()
@@ -219,6 +220,8 @@ class ControlLoop:
                 self._halt(action)
             case Count():
                 log.warning("%s: %s", action.name, action.detail)
+                if self._metrics is not None:
+                    self._metrics.counted(action.name)
             case _:
                 assert_never(action)
 

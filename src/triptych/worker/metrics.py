@@ -62,6 +62,9 @@ class InstanceMetrics:
         self._pulled = counter("pulled_bytes", "Bytes pulled.", "plane")
         self._steps = counter("steps", "Denoising steps done.")
         self._ended = counter("stages_ended", "Stages by how they ended.", "role", "outcome")
+        self._events = counter("events", "What happened that should not, or seldom.", "name")
+        self._frames = counter("dropped_frames", "Messages that could not be read or sent.", "socket")
+        self._frames_seen: dict[str, int] = {}
         self._errors = counter("errors", "Failed stages and pulls by kind.", "role", "code")
         gauge("pool_bytes", "Size of the transfer pool.").set(config.transfer.pool_bytes)
         gauge("pool_used_bytes", "Bytes of the transfer pool that are taken.").set_function(lambda: figures().used)
@@ -86,6 +89,16 @@ class InstanceMetrics:
     def held(self, leases: int) -> None:
         """So many leases are held now."""
         self._held.set(leases)
+
+    def counted(self, name: str) -> None:
+        """The instance machine found something worth counting."""
+        self._events.labels(name).inc()
+
+    def dropped(self, counts: Mapping[str, int]) -> None:
+        """So many messages were dropped by now, by socket."""
+        for socket, count in counts.items():
+            self._frames.labels(socket).inc(count - self._frames_seen.get(socket, 0))
+            self._frames_seen[socket] = count
 
     def saw(self, event: InstanceEvent) -> None:
         """Count what ``event`` says."""
