@@ -48,16 +48,17 @@ def test_flash3(name: str, bound: float) -> None:
     assert relative(getattr(flash3, name)(q, k, v, 128**-0.5, False), expected) < bound
 
 
-@pytest.mark.parametrize("width", [512, 1536, 8960])
-def test_gelu_fp8(width: int) -> None:
-    from triptych.accel.kernels.gelu_fp8 import gelu_fp8, reference
+@pytest.mark.parametrize("gelu", [False, True])
+@pytest.mark.parametrize("width", [512, 1536, 8960, 13824])
+def test_rows_fp8(width: int, gelu: bool) -> None:
+    from triptych.accel.kernels.rows_fp8 import reference, rows_fp8
 
     x = torch.randn(300, width, device="cuda", dtype=torch.bfloat16) * 3
     x[7] = 0
-    (values, scales), (expected, expected_scales) = gelu_fp8(x), reference(x)
+    (values, scales), (expected, expected_scales) = rows_fp8(x, gelu), reference(x, gelu)
     assert torch.allclose(scales, expected_scales, rtol=1e-2)
     assert relative(values.float() * scales, expected.float() * expected_scales) < 1e-2
-    assert relative(values.float() * scales, F.gelu(x, approximate="tanh")) < 5e-2
+    assert relative(values.float() * scales, F.gelu(x, approximate="tanh") if gelu else x) < 5e-2
 
 
 def test_fp8_attention_over_a_text_is_exact() -> None:

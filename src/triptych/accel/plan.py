@@ -17,6 +17,7 @@ from triptych.accel import step_cache as step_caching
 from triptych.accel.batching import ForwardBatcher
 from triptych.accel.compiling import Overflow, allow_many_graphs
 from triptych.accel.cuda_graphs import CudaGraphs
+from triptych.accel.fp8_products import fuse_fp8
 from triptych.accel.gelu import fuse_gelu
 from triptych.accel.prompts import PromptCache
 from triptych.accel.prompts import install as install_prompts
@@ -191,7 +192,7 @@ def _fuse_and_compile(
         return [Technique(name=f"{name}: compile", on=False, why="needs CUDA and Triton")]
     done: list[Technique] = []
     if dtype == torch.bfloat16:
-        changed = _fuse(model) + fuse_gelu(model)
+        changed = _fuse(model) + fuse_gelu(model) + fuse_fp8(model)
         done.append(Technique(name=f"{name}: fused kernels", on=changed > 0, why=f"{changed} modules"))
     varying = type(model).__name__ in _TEXT_OF_ANY_LENGTH
     compile_blocks(model, tuned=tuned and not varying, varying=varying, overflow=Overflow(name, tally))
@@ -222,7 +223,10 @@ def compile_blocks(model: nn.Module, *, tuned: bool, varying: bool, overflow: Ov
     lengths so many times as much, that tuning takes minutes, for less than a hundredth of the time. ``overflow`` takes
     the shapes that may have no graph any more.
     """
+    from triptych.accel.row_reductions import keep_rows_in_registers  # the compiler, which takes long to import
+
     allow_many_graphs()
+    keep_rows_in_registers()
     compiled: Any = model
     compiled.compile_repeated_blocks(
         fullgraph=True, dynamic=None if varying else False, options={"coordinate_descent_tuning": tuned}
