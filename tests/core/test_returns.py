@@ -3,7 +3,16 @@
 from __future__ import annotations
 
 from tests.core.harness import SERVER, Bench, manifest
-from triptych.core.events import CancelRequest, JobState, LeaseGranted, Restore, StageDone, StageTiming
+from triptych.core.events import (
+    CancelRequest,
+    JobState,
+    LeaseGranted,
+    PauseRequest,
+    Restore,
+    ResumeRequest,
+    StageDone,
+    StageTiming,
+)
 from triptych.ids import ROLES, Epoch, InstanceId, RequestId, Role
 from triptych.wire.messages import Cancel, Lease, Output, Release, RunStage, Staged
 
@@ -73,6 +82,32 @@ def test_a_running_stage_goes_on_under_its_lease() -> None:
     assert [release.copies for release in bench.sent("encoder", Release)] == [("encoder.1>denoiser",)]
     bench.join("decoder")
     assert bench.run("decoder").lease == lease(V)
+
+
+def test_a_denoising_stage_of_a_paused_request_is_stopped_between_two_steps_when_it_comes_back() -> None:
+    bench = Bench()
+    encoded = done(E, D)
+    bench.feed(restore(encoded, holder="denoiser"))
+    bench.feed(PauseRequest(request=R))
+    bench.join("encoder", copies=copies(encoded))
+    bench.join("denoiser", leases=(lease(D),))
+    assert [(cancel.lease, cancel.keep) for cancel in bench.sent("denoiser", Cancel)] == [(lease(D), True)]
+    bench.started("denoiser", lease(D))
+    bench.stopped("denoiser", lease(D))
+    assert bench.sent("denoiser", RunStage) == []
+    assert (bench.view(R).state, bench.view(R).paused) == (JobState.DENOISING_WAITING, True)
+    bench.feed(ResumeRequest(request=R))
+    assert bench.run("denoiser").lease == lease(D, 2)
+
+
+def test_a_pause_that_comes_before_the_first_word_of_a_stage_that_went_on_does_not_throw_its_steps_away() -> None:
+    bench = Bench()
+    encoded = done(E, D)
+    bench.feed(restore(encoded, holder="denoiser"))
+    bench.join("encoder", copies=copies(encoded))
+    bench.join("denoiser", leases=(lease(D),))
+    bench.feed(PauseRequest(request=R))
+    assert [cancel.keep for cancel in bench.sent("denoiser", Cancel)] == [True]
 
 
 def test_clocks_and_timings_go_on_and_the_time_without_a_server_counts_for_nothing() -> None:

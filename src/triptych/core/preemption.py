@@ -73,9 +73,12 @@ class Preemption:
         ledger.out.append(SendMember(instance=member.id, message=status))
 
     def _take_back(self, job: Job, grant: Grant, reason: str) -> None:
-        """A stage that has not begun goes back at once, a denoising one between two steps; any other is finished."""
+        """A stage that has not begun goes back at once, a denoising one between two steps; any other is finished.
+
+        One that an earlier life of the server has granted may have begun, though no word of it has come yet.
+        """
         ledger = self._ledger
-        if grant.started is None:
+        if grant.started is None and not grant.resumed:
             ledger.revoke(grant)
             ledger.requeue(job, grant, reason, charged=False)
         elif grant.lease.role is Role.DENOISER and not grant.suspending:

@@ -13,7 +13,7 @@ from triptych.core.job import Awaited, Copy, Grant, Job
 from triptych.core.ledger import Ledger
 from triptych.core.members import Member
 from triptych.core.states import WAITING
-from triptych.ids import ROLES, CopyId, RequestId
+from triptych.ids import ROLES, CopyId, RequestId, Role
 from triptych.wire.messages import Hello, Lease
 
 
@@ -137,6 +137,9 @@ class Returns:
             job.awaited.holder = None
         ledger.refresh(member)
         ledger.granted(job, member, lease)
+        if job.paused and lease.role is Role.DENOISER:  # nobody was there to tell the instance
+            job.grant.suspending = True
+            ledger.suspend(job.grant)
         ledger.count("lease_resumed", f"{lease.role} attempt {lease.attempt}", member.id, job.request)
         ledger.update(job)
 
