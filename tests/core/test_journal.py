@@ -6,7 +6,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests.core.harness import manifest
-from triptych.core.events import JobState, JobView, LeaseGranted, StageDone, StageTiming
+from triptych.core.events import Clocks, JobState, JobView, LeaseGranted, StageDone, StageTiming
 from triptych.core.journal import (
     TRANSIENT_SLOT,
     Accepted,
@@ -71,6 +71,12 @@ def test_a_leased_stage_waits_for_its_holder_with_what_is_done_before() -> None:
     assert (restored.holder, restored.attempt, restored.waited) == ("denoiser", 2, 4.0)
     assert [stage.lease.role for stage in restored.done] == [E]
     assert [timing.role for timing in restored.timings] == [E]
+
+
+def test_the_time_that_a_stage_took_before_the_server_died_is_used_up() -> None:
+    restored = history(granted(E), Clocks(request=R, waited=3.0, ran=20.0)).restore()
+    assert (restored.holder, restored.waited, restored.ran) == ("i", 3.0, 20.0)
+    assert history(granted(E), Clocks(request=R, waited=3.0, ran=9.0), staged(E)).restore().ran == 1.5
 
 
 def test_a_stage_that_is_done_has_no_holder() -> None:

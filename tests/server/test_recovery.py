@@ -116,6 +116,19 @@ async def test_a_paused_job_stays_paused_until_it_is_resumed(estate: Estate) -> 
     assert (await estate.end(job.id)).view.state is JobState.DONE
 
 
+async def test_the_time_that_a_job_has_used_up_is_remembered(estate: Estate) -> None:
+    estate.add(DENOISER, hold=DENOISER)
+    estate.add(ENCODER, DECODER)
+    await estate.ready()
+    job = await estate.submit()
+    await until(lambda: estate.service.get(job.id).view.running_seconds > 0.5, "some time to pass")
+    before = estate.service.get(job.id).view
+    await estate.restart()
+    after = estate.service.get(job.id).view
+    assert after.running_seconds >= before.running_seconds > 0.5
+    assert after.waiting_seconds >= before.waiting_seconds
+
+
 async def test_uploaded_images_survive_until_the_job_ends(estate: Estate) -> None:
     puppet = estate.add(hold=ENCODER)
     await estate.ready()

@@ -36,6 +36,17 @@ def test_stages_are_begun_once_however_often_the_server_is_restarted(encoder_fee
         assert set(begun(simulation).values()) == {1}, f"seed {seed}: {begun(simulation).most_common(3)}"
 
 
+def test_a_run_timeout_strikes_though_the_server_is_killed_again_and_again() -> None:
+    for seed in range(10):
+        plan = Plan(server_restarts=12, calm_at=90.0, jobs=1, arrivals=0.1, steps=2000, run_timeout=20.0)
+        simulation = Simulation(seed, plan)
+        while not simulation.server.ended:
+            simulation.step()
+            assert simulation.world.now < 20.0 + 5.0 * 12, f"seed {seed}"
+        (view,) = simulation.server.ended.values()
+        assert view.state is JobState.TIMED_OUT, f"seed {seed}"
+
+
 def test_what_a_killed_server_had_no_time_to_write_costs_at_most_work() -> None:
     for seed in range(25):
         plan = Plan(server_restarts=4, jobs=10, pool_bytes=100_000, unjournalled=0.5)

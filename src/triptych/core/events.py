@@ -273,6 +273,18 @@ class StageDone(Record, frozen=True, kw_only=True, tag="staged"):
     ran: float
 
 
+class Clocks(Record, frozen=True, kw_only=True, tag="clocks"):
+    """For the journal, now and then: seconds that a live request has used up so far."""
+
+    request: RequestId
+    waited: float
+    ran: float
+
+
+Note: TypeAlias = LeaseGranted | StageDone | Clocks
+"""What a next life of the server needs to know of a live request."""
+
+
 class Connect(Record, frozen=True, kw_only=True):
     """An instance has joined: open a connection to its work port, and feed `InstanceExited` when that is refused."""
 
@@ -287,6 +299,4 @@ class Disconnect(Record, frozen=True, kw_only=True):
     work_url: str
 
 
-RouterAction: TypeAlias = (
-    SendMember | SendWork | StoreFiles | Update | Count | LeaseGranted | StageDone | Connect | Disconnect
-)
+RouterAction: TypeAlias = SendMember | SendWork | StoreFiles | Update | Count | Note | Connect | Disconnect

@@ -1,10 +1,11 @@
 """What the journal holds of each request, and how its state is rebuilt from that.
 
 Theory of operation. A request leaves few rows behind: it was accepted; who holds its lease; which stages are done and
-where their outputs lie; which files are stored; how it ended. Each kind of row stands once for a request (`slot_of`),
-a later one in the place of the earlier one, and rows are read back in the order in which they were written. Only the
-acceptance and the stored files must be on the disk before anybody is told of them. The others may be lost with the
-last moments of a killed server: what is missing then is found out from the instances, or done once more.
+where their outputs lie; what time it has used up; which files are stored; how it ended. Each kind of row stands once
+for a request (`slot_of`), a later one in the place of the earlier one, and rows are read back in the order in which
+they were written. Only the acceptance and the stored files must be on the disk before anybody is told of them. The
+others may be lost with the last moments of a killed server: what is missing then is found out from the instances, or
+done once more.
 """
 
 from __future__ import annotations
@@ -12,7 +13,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import Any, TypeAlias
 
-from triptych.core.events import JobState, JobView, LeaseGranted, Restore, StageDone, StageTiming
+from triptych.core.events import Clocks, JobState, JobView, LeaseGranted, Restore, StageDone, StageTiming
 from triptych.ids import ROLES, RequestId, Role
 from triptych.wire.messages import Record
 
@@ -85,7 +86,7 @@ class Deleting(Record, frozen=True, kw_only=True, tag="deleting"):
     request: RequestId
 
 
-JournalEntry: TypeAlias = Accepted | LeaseGranted | StageDone | Paused | Stored | Finish | Saved | Deleting
+JournalEntry: TypeAlias = Accepted | LeaseGranted | StageDone | Clocks | Paused | Stored | Finish | Saved | Deleting
 
 ENDED_SLOT = 2
 TRANSIENT_SLOT = 10
@@ -99,7 +100,7 @@ def request_of(entry: JournalEntry) -> RequestId:
             return entry.lease.request
         case Finish():
             return entry.view.request
-        case Accepted() | Paused() | Stored() | Saved() | Deleting():
+        case Accepted() | Clocks() | Paused() | Stored() | Saved() | Deleting():
             return entry.request
 
 
@@ -121,7 +122,9 @@ def slot_of(entry: JournalEntry) -> int:
         case StageDone():
             return _stage_slot(entry.lease.role)
         case Paused():
-            return SLOTS[-1]
+            return _PAUSED_SLOT
+        case Clocks():
+            return _CLOCKS_SLOT
 
 
 def displaced_by(entry: JournalEntry) -> int | None:
@@ -135,7 +138,10 @@ def _stage_slot(role: Role) -> int:
     return TRANSIENT_SLOT + 1 + ROLES.index(role)
 
 
-SLOTS = range(TRANSIENT_SLOT + 2 + len(ROLES))
+_PAUSED_SLOT = TRANSIENT_SLOT + 1 + len(ROLES)
+_CLOCKS_SLOT = _PAUSED_SLOT + 1
+
+SLOTS = range(_CLOCKS_SLOT + 1)
 """Every slot there may be."""
 
 
@@ -169,6 +175,8 @@ class History:
                 if self.lease is not None and self.lease.lease == entry.lease:
                     self.lease = None
                 self._at(entry)
+            case Clocks():
+                self._tell_time(entry)
             case Paused(paused=paused):
                 self.paused = paused
             case Stored():
@@ -182,6 +190,9 @@ class History:
 
     def _at(self, entry: LeaseGranted | StageDone) -> None:
         self._attempt = max(self._attempt, entry.lease.attempt)
+        self._tell_time(entry)
+
+    def _tell_time(self, entry: LeaseGranted | StageDone | Clocks) -> None:
         self._clocks = (entry.waited, entry.ran)
 
     @property

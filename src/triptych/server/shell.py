@@ -9,6 +9,7 @@ from collections.abc import Iterable, Sequence
 from typing import Protocol, assert_never
 
 from triptych.core.events import (
+    Clocks,
     Connect,
     Count,
     Disconnect,
@@ -16,6 +17,7 @@ from triptych.core.events import (
     InstanceExited,
     JobView,
     LeaseGranted,
+    Note,
     Received,
     RouterAction,
     RouterEvent,
@@ -46,7 +48,7 @@ class ShellOwner(Protocol):
         """A request changed."""
         ...
 
-    def noted(self, entry: LeaseGranted | StageDone) -> None:
+    def noted(self, entry: Note) -> None:
         """Something is to be remembered beyond this life of the server."""
         ...
 
@@ -183,7 +185,7 @@ class Shell:
                     self._control.send_member(action.instance, action.message)
                 case StoreFiles():
                     self._store(action)
-                case LeaseGranted() | StageDone():
+                case LeaseGranted() | StageDone() | Clocks():
                     self._owner.noted(action)
                 case Count():
                     self._owner.counted(action)

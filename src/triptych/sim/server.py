@@ -9,6 +9,7 @@ from typing import assert_never
 from triptych.config import RouterConfig
 from triptych.core.events import (
     CancelRequest,
+    Clocks,
     Connect,
     Count,
     Disconnect,
@@ -18,6 +19,7 @@ from triptych.core.events import (
     JobView,
     LeaseGranted,
     MigrateRequest,
+    Note,
     PauseRequest,
     Received,
     RouterEvent,
@@ -31,7 +33,7 @@ from triptych.core.events import (
     Update,
 )
 from triptych.core.instance_events import FromServer
-from triptych.core.journal import Accepted, History
+from triptych.core.journal import Accepted, History, request_of
 from triptych.core.router import Router
 from triptych.core.states import TERMINAL
 from triptych.ids import ROLES, Epoch, InstanceId, RequestId
@@ -166,7 +168,7 @@ class SimServer:
                     self._show(view)
                 case Count(name=name):
                     world.coverage.counted[name] += 1
-                case LeaseGranted() | StageDone():
+                case LeaseGranted() | StageDone() | Clocks():
                     self._write(action)
                 case Connect() | Disconnect():
                     pass
@@ -202,11 +204,11 @@ class SimServer:
             self.ended[view.request] = view
             del self.journal[view.request]
 
-    def _write(self, entry: LeaseGranted | StageDone) -> None:
+    def _write(self, entry: Note) -> None:
         if self._world.chance(self._world.plan.unjournalled):  # what a killed server had no time to write
             self._world.coverage.faults[Fault.UNJOURNALLED] += 1
         else:
-            self.journal[entry.lease.request].add(entry)
+            self.journal[request_of(entry)].add(entry)
 
     def _store(self, action: StoreFiles) -> None:
         world, lease, epoch = self._world, action.lease, self.epoch
