@@ -13,6 +13,7 @@ from triptych.config import RouterConfig
 from triptych.core.cost import Costs
 from triptych.core.events import (
     CancelRequest,
+    Clocks,
     FilesStored,
     InstanceExited,
     InstanceView,
@@ -67,6 +68,9 @@ _STALL = 2.0
 _ASIDE = 128
 """Requests that one dispatch passes over because the instances with room failed them, or are too small for them."""
 
+_CLOCKS_INTERVAL = 5.0
+"""Seconds between two notes of the time that requests have used up: what a kill of the server costs their clocks."""
+
 _DISPATCH_ORDER: tuple[Role, ...] = tuple(reversed(ROLES))
 """Later stages first: what is nearest to its end holds the most memory and the most work."""
 
@@ -87,6 +91,7 @@ class Router:
         self._last: dict[Role, int] = dict.fromkeys(ROLES, 0)
         """Ordinal of the instance that each role chose last."""
         self._lanes = tuple((role, self._ledger.open[role], self._ledger.queues[role]) for role in _DISPATCH_ORDER)
+        self._clocks_noted = 0.0
         self._started = False
 
     def handle(self, event: RouterEvent, now: float) -> list[RouterAction]:
@@ -130,6 +135,9 @@ class Router:
                 self._membership.expire()
                 self._returns.expire()
                 self._time_out()
+                if now - self._clocks_noted >= _CLOCKS_INTERVAL:
+                    self._clocks_noted = now
+                    ledger.out += self.clocks()
             case _:
                 assert_never(event)
         for role, room, queue in self._lanes:
@@ -248,6 +256,15 @@ class Router:
     def queue_depths(self) -> dict[Role, int]:
         """Requests waiting for an instance, by role."""
         return {role: len(queue) for role, queue in self._ledger.queues.items()}
+
+    def clocks(self) -> list[Clocks]:
+        """What time every live request has used up, but the parked ones, whose clocks stand still."""
+        ledger, found = self._ledger, list[Clocks]()
+        for job in ledger.jobs.values():
+            if not job.parked:
+                waited, ran = job.clocks(ledger.now)
+                found.append(Clocks(request=job.request, waited=waited, ran=ran))
+        return found
 
     def missing_roles(self) -> dict[Role, str]:
         """Roles that no live instance serves, each with the reason as far as it is known."""

@@ -34,10 +34,7 @@ def guarded(role: Role) -> Generator[None]:
         raise
     except Exception as error:
         told = stage_error(role, error)
-        try:
-            raise told from (None if isinstance(told, OutOfMemory) else error)
-        finally:
-            del told  # held by the frame that it is raised in, it would be kept, and all tensors of the request
+        raise told from (None if isinstance(told, OutOfMemory) else error)
 
 
 def stage_error(role: Role, error: Exception) -> StageError:

@@ -11,7 +11,7 @@ from triptych.accel.batching import Call, ForwardBatcher
 from triptych.errors import StageError
 from triptych.ids import Role
 from triptych.pipeline.guard import guarded
-from triptych.pipeline.suspended import answered, suspendable
+from triptych.pipeline.suspended import suspendable
 
 Outcome: TypeAlias = Any
 """What a step gives, or the exception that it raises: one run's failure is not the others'."""
@@ -41,7 +41,10 @@ class Once:
 
     def resume(self, call: Call) -> Any:
         """Compute up to the next call, or to the end."""
-        return self._switch(lambda run: answered(run, call))
+        error = call.error
+        if error is not None:
+            return self._switch(lambda run: run.throw(error))
+        return self._switch(lambda run: run.switch(call.result))
 
     def _switch(self, into: Callable[[greenlet], Any]) -> Any:
         if self._greenlet.dead:
@@ -56,7 +59,11 @@ def advance_together(role: Role, runs: Sequence[Parkable], batcher: ForwardBatch
     parked: dict[int, Call] = {}
 
     def go(index: int, advance: Callable[[], Any]) -> None:
-        outcome = _outcome(role, advance)
+        try:
+            with guarded(role):
+                outcome = advance()
+        except Exception as error:
+            outcome = error
         if isinstance(outcome, Call):
             parked[index] = outcome
         else:
@@ -76,12 +83,3 @@ def advance_together(role: Role, runs: Sequence[Parkable], batcher: ForwardBatch
     finally:
         batcher.collecting = False
     return outcomes
-
-
-def _outcome(role: Role, advance: Callable[[], Any]) -> Outcome:
-    """Apart, so that no frame that an error was raised through holds it: it would be kept for as long."""
-    try:
-        with guarded(role):
-            return advance()
-    except Exception as error:
-        return error

@@ -18,10 +18,9 @@ from triptych.core.events import (
     Count,
     JobState,
     JobView,
-    LeaseGranted,
+    Note,
     PauseRequest,
     ResumeRequest,
-    StageDone,
     Submit,
 )
 from triptych.core.forecast import Outlook
@@ -110,6 +109,8 @@ class DiffusionService:
         await self._keeper.rest()
         if self._shell is not None:
             await self._shell.close()
+            for clocks in self._router.clocks():
+                self._keeper.note(clocks)
         await self._keeper.rest()
         if self._control is not None:
             self._control.close()
@@ -325,7 +326,7 @@ class DiffusionService:
             entry.timings_seen += 1
         self._keeper.update(entry, view)
 
-    def noted(self, entry: LeaseGranted | StageDone) -> None:
+    def noted(self, entry: Note) -> None:
         """What a next life of the server needs to know of a live job."""
         self._keeper.note(entry)
 
