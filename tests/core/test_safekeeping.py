@@ -124,6 +124,33 @@ def test_a_checkpoint_that_was_kept_just_before_its_maker_died_counts() -> None:
     assert resume.copy == mine
 
 
+def test_what_nobody_will_need_is_not_kept_any_more() -> None:
+    bench, request, lease = running("denoiser")
+    checkpointed(bench, "denoiser", lease, 3)
+    first, _ = keep_at(bench, "encoder", "decoder")
+    checkpointed(bench, "denoiser", lease, 6)
+    assert released(bench, first) == ["c3"]
+    second, _ = keep_at(bench, "encoder", "decoder")
+    bench.staged("denoiser", lease)
+    assert "c6" in released(bench, second)
+
+    bench, request, lease = running("denoiser")
+    checkpointed(bench, "denoiser", lease, 3)
+    buddy, _ = keep_at(bench, "encoder", "decoder")
+    bench.cancel(request)
+    assert "c3" in released(bench, buddy)
+
+
+def test_what_is_being_kept_stays_wanted_when_its_maker_dies_or_drops_it() -> None:
+    bench, _, lease = running("denoiser")
+    checkpointed(bench, "denoiser", lease, 3)
+    name, keep = keep_at(bench, "encoder", "decoder")
+    bench.receive(Dropped(**bench._signed("denoiser"), copies=(CopyId("c3"),)))
+    bench.feed(InstanceExited(instance=InstanceId("denoiser")))
+    assert not released(bench, name)
+    assert kept(bench, name, keep) in bench.copies_at(name)
+
+
 def test_an_instance_that_computes_otherwise_begins_anew_and_says_so() -> None:
     bench, request, lease = running("denoiser", denoiser="one")
     checkpointed(bench, "denoiser", lease, 3)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import socket
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 import pytest
 import torch
@@ -15,13 +15,14 @@ from triptych.accel.tally import Tally
 from triptych.config import InstanceConfig, ModelConfig, TransferConfig
 from triptych.core.instance import InstanceMachine
 from triptych.core.instance_events import Ended, Stop, Usage
-from triptych.errors import ConfigError
-from triptych.ids import ROLES, Epoch, InstanceId, RequestId, Role
+from triptych.errors import ConfigError, TransferError
+from triptych.ids import ROLES, CopyId, Epoch, InstanceId, RequestId, Role
 from triptych.pipeline.stage import RolePipeline
 from triptych.transport.control.instance import InstanceControl
 from triptych.transport.control.server import ServerControl
 from triptych.transport.data.local import LocalPlane
-from triptych.transport.data.protocol import Payload
+from triptych.transport.data.protocol import Payload, Pull
+from triptych.wire.manifest import Manifest
 from triptych.wire.messages import (
     PROTOCOL_VERSION,
     Ack,
@@ -32,6 +33,7 @@ from triptych.wire.messages import (
     Goodbye,
     Heartbeat,
     Hello,
+    Keep,
     Lease,
     MediaFile,
     Release,
@@ -40,6 +42,7 @@ from triptych.wire.messages import (
     Stopped,
     ToInstance,
     Welcome,
+    replace,
 )
 from triptych.wire.schema import RequestSchema
 from triptych.worker.control import ControlLoop
@@ -192,6 +195,39 @@ def test_inputs_are_pulled_at_once_and_a_released_copy_frees_the_pool(stand: Sta
     stand.work(Release(server_epoch=SERVER, epoch=LIFE, copies=(message.inputs[0].copy,)))
     deadline = time.monotonic() + WAIT
     while stand.plane.used_bytes:
+        assert time.monotonic() < deadline
+
+
+def test_copies_that_are_to_be_kept_hold_up_no_request_and_are_given_up_when_they_are_released(
+    stand: Stand, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pull, hung = stand.plane.pull, threading.Semaphore(0)
+    given_up: list[str] = []
+    theirs = [replace(staged(stand).inputs[0], copy=CopyId(f"theirs-{number}")) for number in range(4)]
+
+    def slow(manifest: Manifest, *, deadline: float, cancelled: Callable[[], bool]) -> Pull:
+        if manifest not in theirs:
+            return pull(manifest, deadline=deadline, cancelled=cancelled)
+        hung.release()
+        while not cancelled():
+            time.sleep(0.001)
+        given_up.append(manifest.copy)
+        raise TransferError("the pull was cancelled")
+
+    monkeypatch.setattr(stand.plane, "pull", slow)
+    for manifest in theirs:
+        stand.work(Keep(server_epoch=SERVER, epoch=LIFE, manifest=manifest, spare=True))
+    assert hung.acquire(timeout=WAIT)
+    message = staged(stand)
+    stand.work(message)
+    fetched, _ = stand.hear(Fetched)
+    assert isinstance(fetched, Fetched)
+    assert fetched.lease == message.lease
+    assert not given_up
+    for manifest in reversed(theirs):
+        stand.work(Release(server_epoch=SERVER, epoch=LIFE, copies=(manifest.copy,)))
+    deadline = time.monotonic() + WAIT
+    while given_up != ["theirs-0"]:  # the others had not been begun
         assert time.monotonic() < deadline
 
 

@@ -8,7 +8,7 @@ from queue import Empty, SimpleQueue
 import pytest
 import torch
 
-from triptych.core.instance_events import CheckpointMade, CopyKept, Ended, PullFailed
+from triptych.core.instance_events import CheckpointMade, Ended, PullFailed
 from triptych.ids import CopyId, Epoch, InstanceId, RequestId, Role
 from triptych.pipeline.stage import StageOutput
 from triptych.transport.data import local
@@ -16,7 +16,7 @@ from triptych.transport.data.local import LocalPlane
 from triptych.transport.data.protocol import Payload
 from triptych.wire.messages import Lease, Staged, StageFailed, Stopped
 from triptych.worker import transfer
-from triptych.worker.jobs import CheckpointJob, Close, Identity, InputsReady, KeepJob, Post, PullJob, StageJob, Ticket
+from triptych.worker.jobs import CheckpointJob, Close, Identity, InputsReady, Post, PullJob, StageJob, Ticket
 from triptych.worker.transfer import PullThread, StageThread
 
 IDENTITY = Identity(instance=InstanceId("i"), epoch=Epoch("e"))
@@ -49,7 +49,7 @@ def stager(plane: LocalPlane, posts: SimpleQueue[Post]) -> Iterator[StageThread]
 
 @pytest.fixture
 def pull(plane: LocalPlane, posts: SimpleQueue[Post]) -> Iterator[Callable[[PullJob], None]]:
-    jobs: SimpleQueue[PullJob | KeepJob | Close] = SimpleQueue()
+    jobs: SimpleQueue[PullJob | Close] = SimpleQueue()
     thread = PullThread(0, plane=plane, device="cpu", identity=IDENTITY, post=posts.put, jobs=jobs)
     thread.start()
     yield thread.put
@@ -230,13 +230,12 @@ def test_a_checkpoint_that_cannot_be_staged_is_left_out(
 
 def test_a_pull_for_which_there_is_no_memory_fails_its_request_and_nothing_is_said_against_the_copy(
     plane: LocalPlane,
-    pull: Callable[[PullJob | KeepJob], None],
+    pull: Callable[[PullJob], None],
     posts: SimpleQueue[Post],
     request: pytest.FixtureRequest,
 ) -> None:
     there = plane.stage(RequestId("r"), Payload(tree=b"", tensors=(torch.arange(9),)))
     more = request.getfixturevalue("out_of_memory")
-    pull(KeepJob(manifest=there, spare=True))
     pull(PullJob(ticket=ticket(role=Role.DENOISER), inputs=(there,)))
     failed = ended(posts).outcome
     assert isinstance(failed, StageFailed)
@@ -301,28 +300,3 @@ def test_an_output_displaces_a_checkpoint_before_older_outputs(plane: LocalPlane
     later = staged(2)
     assert {manifest.copy for manifest in plane.copies()} == {output, later}
     assert plane.take_dropped() == (spare,)
-
-
-def test_a_copy_of_another_instance_is_kept_under_a_name_of_ones_own(
-    plane: LocalPlane, pull: Callable[[PullJob | KeepJob], None], posts: SimpleQueue[Post]
-) -> None:
-    other = LocalPlane(instance=InstanceId("other"), epoch=Epoch("other"), pool_bytes=MIB)
-    theirs = other.stage(RequestId("r"), Payload(tree=b"tree", tensors=(torch.arange(9),)))
-    pull(KeepJob(manifest=theirs, spare=True))
-    kept = posts.get(timeout=WAIT)
-    assert isinstance(kept, CopyKept)
-    assert (kept.copy, kept.manifest.producer, kept.manifest.request) == (theirs.copy, IDENTITY.instance, "r")
-    other.close()
-    assert [manifest.copy for manifest in plane.copies()] == [kept.manifest.copy]
-
-
-def test_a_copy_that_is_gone_is_not_kept_and_the_thread_lives_on(
-    plane: LocalPlane, pull: Callable[[PullJob | KeepJob], None], posts: SimpleQueue[Post]
-) -> None:
-    gone, there = (plane.stage(RequestId("r"), Payload(tree=b"", tensors=(torch.arange(9),))) for _ in range(2))
-    plane.release((gone.copy,))
-    pull(KeepJob(manifest=gone, spare=True))
-    pull(KeepJob(manifest=there, spare=False))
-    kept = posts.get(timeout=WAIT)
-    assert isinstance(kept, CopyKept)
-    assert kept.copy == there.copy

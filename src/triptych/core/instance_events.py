@@ -178,7 +178,7 @@ class KeepCopy(Record, frozen=True, kw_only=True):
 
 
 class ReleaseCopies(Record, frozen=True, kw_only=True):
-    """Free staged outputs."""
+    """Free staged outputs, and give up keeping those of these that are another's and not here yet."""
 
     copies: tuple[CopyId, ...]
 

@@ -59,6 +59,8 @@ class Copy:
     """Failed pulls."""
     failed_at: set[InstanceId] = field(default_factory=set[InstanceId])
     """Who failed to pull it."""
+    buddy: InstanceId | None = None
+    """Who was asked to keep it too."""
     step: int = 0
     """Denoising steps in it, when it is a checkpoint."""
     steps: int = 0

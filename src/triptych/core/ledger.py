@@ -201,7 +201,8 @@ class Ledger:
                 self.revoke(grant)
             job.grant = grant.job = None
         job.storing, job.paused = None, False
-        job.keeping.clear()
+        for copy in list(job.keeping.values()):
+            self.call_off(copy)
         if job.awaited is not None:
             del self.awaiting[job.request]
             job.awaited = None
@@ -286,9 +287,17 @@ class Ledger:
         freed: dict[InstanceId, list[CopyId]] = {}
         for copy in copies:
             self.strike(copy)
+            self.call_off(copy)
             freed.setdefault(copy.instance, []).append(copy.manifest.copy)
         for instance, ids in freed.items():
             self.release_ids(self.members[instance], ids)
+
+    def call_off(self, copy: Copy) -> None:
+        """Nobody needs ``copy`` to be kept by another instance too, if one was asked to."""
+        if copy.job.keeping.pop(copy.manifest.copy, None) is None or copy.buddy is None:
+            return
+        if (buddy := self.members.get(copy.buddy)) is not None:
+            self.release_ids(buddy, (copy.manifest.copy,))
 
     def release_ids(self, member: Member, copies: Iterable[CopyId]) -> None:
         """Have copies freed that may not be booked."""

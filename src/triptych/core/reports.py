@@ -166,7 +166,8 @@ class Reports:
         if role is Role.ENCODER:
             job.encoded_by = member.hello.fingerprint
         else:
-            job.keeping.clear()
+            for copy in list(job.keeping.values()):
+                ledger.call_off(copy)
         ledger.release([copy for copy in job.copies.values() if copy.consumer is role])
         # A later stage that was done already may have lost its output meanwhile, and then reads this one's again.
         ledger.release(job.settle())

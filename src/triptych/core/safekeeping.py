@@ -43,7 +43,7 @@ class Safekeeping:
         )
         ledger.release([old for old in job.checkpoints() if old.instance == member.id and old.step < step])
         for old in [old for old in job.keeping.values() if old.spare and old.step < step]:
-            del job.keeping[old.manifest.copy]
+            ledger.call_off(old)
         ledger.keep(copy)
         self.save(copy)
 
@@ -59,6 +59,9 @@ class Safekeeping:
         if not buddies:
             return
         buddy = min(buddies, key=lambda m: (m.hello.host == source.hello.host, m.spare_bytes, m.ordinal))
+        if copy.buddy != buddy.id:
+            ledger.call_off(copy)
+        copy.buddy = buddy.id
         copy.job.keeping[copy.manifest.copy] = copy
         keep = Keep(server_epoch=ledger.server_epoch, epoch=buddy.epoch, manifest=copy.manifest, spare=copy.spare)
         ledger.send(buddy, keep)

@@ -118,6 +118,8 @@ class SimInstance:
         self._aborted: set[Lease] = set()
         self._resume: dict[Lease, Manifest] = {}
         self._suspended: set[Lease] = set()
+        self._to_keep: set[CopyId] = set()
+        """Copies of others that are wanted here and not yet."""
         self._saved_at = 0.0
         self._timer = float("inf")
         self._leases: tuple[Lease, ...] = ()
@@ -202,8 +204,10 @@ class SimInstance:
                 case Suspend(lease=lease):
                     self._suspend(lease)
                 case KeepCopy():
+                    self._to_keep.add(action.manifest.copy)
                     self._later(world.around(0.02), partial(self._keep, action))
                 case ReleaseCopies(copies=copies):
+                    self._to_keep.difference_update(copies)
                     for copy in copies:
                         self._pool.release(copy)
                 case Forget() | ConnectResults() | Count():
@@ -268,6 +272,9 @@ class SimInstance:
     def _keep(self, action: KeepCopy) -> None:
         """Pull a copy to keep it, if it is still there and there is room."""
         manifest = action.manifest
+        if manifest.copy not in self._to_keep:
+            return
+        self._to_keep.discard(manifest.copy)
         if self._reachable(manifest) and self._make_room(spare=action.spare):
             mine = self._pool.put(manifest.request, manifest.tree, f"kept.{manifest.copy}", spare=action.spare)
             self._feed(CopyKept(copy=manifest.copy, manifest=mine))

@@ -343,7 +343,7 @@ class DrainStatus(_ToInstance, frozen=True, tag="drain_status"):
 
 
 class Release(_ToInstance, frozen=True, tag="release"):
-    """Copies that nobody will read again."""
+    """Copies that nobody will read again; of another instance's, one that is not to be kept any more."""
 
     copies: tuple[CopyId, ...]
 

@@ -213,7 +213,7 @@ class ControlLoop:
                 self._crew.keep(KeepJob(manifest=action.manifest, spare=action.spare))
             case ReleaseCopies():
                 self._plane.release(action.copies)
-                self._crew.room_made()
+                self._crew.released(action.copies)
             case Forget():
                 self._files.pop(action.lease, None)
             case Halt():

@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from queue import SimpleQueue
 from typing import Final
 
 from triptych.accel.tally import Tally
+from triptych.ids import CopyId
 from triptych.pipeline.stage import RolePipeline
 from triptych.transport.data.protocol import DataPlane
 from triptych.worker.compute import ComputeThread
 from triptych.worker.encoding import MediaThread
 from triptych.worker.jobs import Close, ComputeJob, Identity, KeepJob, Post, PullJob
+from triptych.worker.keeping import KeepThread
 from triptych.worker.preview import PreviewThread
 from triptych.worker.transfer import PullThread, StageThread
 
@@ -21,7 +23,7 @@ _MOST_PULLERS: Final = 4
 
 
 class Crew:
-    """One compute, one stage, one media and one preview thread, and a puller for each slot up to four.
+    """One compute, stage, media, preview and keeping thread each, and a puller for each slot up to four.
 
     Jobs flow compute → stage or media; everything is posted to control by ``post``.
     """
@@ -54,12 +56,13 @@ class Crew:
             encode=self._media.put,
             show=self._show,
         )
-        pulls: SimpleQueue[PullJob | KeepJob | Close] = SimpleQueue()
+        self._keeper = KeepThread(plane=plane, device=device, post=post)
+        pulls: SimpleQueue[PullJob | Close] = SimpleQueue()
         self._pullers = [
             PullThread(number, plane=plane, device=device, identity=identity, post=post, jobs=pulls)
             for number in range(min(slots, _MOST_PULLERS))
         ]
-        self._threads = (self._compute, self._stage, self._media, self._show, *self._pullers)
+        self._threads = (self._compute, self._stage, self._media, self._show, self._keeper, *self._pullers)
 
     def start(self) -> None:
         """Start every thread; the compute thread begins to load the model."""
@@ -72,14 +75,16 @@ class Crew:
 
     def keep(self, job: KeepJob) -> None:
         """Fetch and stage another instance's copy."""
-        self._pullers[0].put(job)
+        self._keeper.put(job)
 
     def compute(self, job: ComputeJob) -> None:
         """Run a stage."""
         self._compute.put(job)
 
-    def room_made(self) -> None:
-        """Copies were released: an output that waits for room may try again."""
+    def released(self, copies: Collection[CopyId]) -> None:
+        """Nobody wants these copies any more: they are not fetched to be kept, and an output that waits for room may
+        try again."""
+        self._keeper.release(copies)
         self._stage.room_made()
 
     def close(self, seconds: float) -> bool:

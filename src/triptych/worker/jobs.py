@@ -54,12 +54,14 @@ class PullJob:
     resume: Manifest | None = None
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
+@dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class KeepJob:
     """Fetch another instance's copy and stage it here, so that it outlives its maker."""
 
     manifest: Manifest
     spare: bool
+    cancelled: threading.Event = field(default_factory=threading.Event)
+    """Set once nobody wants it kept any more."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -18,7 +18,7 @@ from typing import Final
 import torch
 
 from triptych.accel.shortage import is_out_of_memory
-from triptych.core.instance_events import CheckpointMade, CopyKept, Ended, Pulled, PullFailed
+from triptych.core.instance_events import CheckpointMade, Ended, Pulled, PullFailed
 from triptych.errors import PoolFull, TooLarge
 from triptych.ids import CopyId
 from triptych.transport.data.protocol import DataPlane, Payload
@@ -30,7 +30,6 @@ from triptych.worker.jobs import (
     Close,
     Identity,
     InputsReady,
-    KeepJob,
     Post,
     PullJob,
     StageJob,
@@ -61,8 +60,8 @@ def side_stream(device: torch.device) -> Generator[Callable[[], None]]:
         yield stream.synchronize
 
 
-class PullThread(WorkerThread[PullJob | KeepJob]):
-    """Pulls the inputs of leases, and copies to keep, while the compute thread works on others.
+class PullThread(WorkerThread[PullJob]):
+    """Pulls the inputs of leases while the compute thread works on others.
 
     Several may share one ``jobs`` queue.
     """
@@ -75,7 +74,7 @@ class PullThread(WorkerThread[PullJob | KeepJob]):
         device: str,
         identity: Identity,
         post: Callable[[Post], None],
-        jobs: SimpleQueue[PullJob | KeepJob | Close],
+        jobs: SimpleQueue[PullJob | Close],
     ) -> None:
         super().__init__(f"pull-{number}", post)
         self._jobs = jobs
@@ -90,26 +89,7 @@ class PullThread(WorkerThread[PullJob | KeepJob]):
         with side_stream(self._device) as self._wait_for_copies:
             super().work()
 
-    def handle(self, job: PullJob | KeepJob) -> None:
-        """Bring what the job names."""
-        if isinstance(job, KeepJob):
-            self._keep(job)
-        else:
-            self._bring(job)
-
-    def _keep(self, job: KeepJob) -> None:
-        """Nobody waits for it, so a failure is only logged: the copy stays where it was, or is made anew."""
-        manifest = job.manifest
-        try:
-            pull = self._plane.pull(manifest, deadline=_deadline(manifest), cancelled=lambda: False)
-            kept = self._plane.stage(manifest.request, pull.payload, spare=job.spare)
-            self._wait_for_copies()
-        except Exception as error:
-            log.warning("not kept for %s: copy=%s %s", manifest.producer, manifest.copy, given_up(error))
-        else:
-            self._post(CopyKept(copy=manifest.copy, manifest=kept))
-
-    def _bring(self, job: PullJob) -> None:
+    def handle(self, job: PullJob) -> None:
         """Pull every input, or post which one failed. Cancelled: what is pulled is let go."""
         ticket = job.ticket
         begun = time.monotonic()
@@ -120,7 +100,7 @@ class PullThread(WorkerThread[PullJob | KeepJob]):
             try:
                 pull = self._plane.pull(
                     manifest,
-                    deadline=_deadline(manifest),
+                    deadline=pull_deadline(manifest),
                     cancelled=ticket.cancelled.is_set,
                 )
                 self._wait_for_copies()
@@ -146,7 +126,8 @@ class PullThread(WorkerThread[PullJob | KeepJob]):
         self._post(InputsReady(ticket=ticket, inputs=tuple(payloads), pulled=pulled, resume=resume))
 
 
-def _deadline(manifest: Manifest) -> float:
+def pull_deadline(manifest: Manifest) -> float:
+    """When a pull that begins now is given up; seconds of `time.monotonic`."""
     return time.monotonic() + _PULL_SECONDS + manifest.nbytes / _PULL_BYTES_PER_SECOND
 
 
@@ -191,6 +172,9 @@ class StageThread(WorkerThread[StageJob | CheckpointJob]):
                 self._wait_for_copies()
         except Exception as error:
             log.warning("no checkpoint request=%s step=%d: %s", lease.request, job.step, given_up(error))
+            if manifest is not None:
+                self._plane.release([manifest.copy])
+                manifest = None
         finally:
             job.saved.set()
         if job.last:
