@@ -44,13 +44,14 @@ def test_they_are_the_whole_videos(trio: Trio, frames: int, clips: int) -> None:
     request = {**REQUEST, "num_frames": frames}
     inbox = trio.encoded(request)
     trio.stage(Role.DENOISER, request, inbox)
+    (whole,) = trio.stage(Role.DECODER, request, inbox).clips
     run = trio.start(Role.DECODER, request, inbox)
     assert isinstance(run, Streaming)
     early: list[Clip] = []
     run.stream_to(early.extend)
     result = run.advance()
     assert result is not None
-    (whole,) = result.clips
+    assert len(result.clips) == 1 - clips
     assert len(early) == clips  # an image is not worth it
     for clip in early:
         assert isinstance(clip.frames, FrameStream)
@@ -63,6 +64,24 @@ def test_they_are_the_whole_videos(trio: Trio, frames: int, clips: int) -> None:
         again.put(torch.from_numpy(np.stack(taken[5:])))
         again.close(1.0)
         assert encode_clip(Clip(frames=again, fps=8.0), None).data == encode_clip(whole, None).data
+
+
+def test_no_frame_is_converted_twice(trio: Trio, monkeypatch: pytest.MonkeyPatch) -> None:
+    processor = trio.pipelines[Role.DECODER].component(Role.DECODER, "video_processor")
+    inbox = trio.encoded(REQUEST)
+    trio.stage(Role.DENOISER, REQUEST, inbox)
+    convert, converted = processor.postprocess_video, list[int]()
+
+    def counted(video: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+        converted.append(video.shape[2])
+        return convert(video, *args, **kwargs)
+
+    monkeypatch.setattr(processor, "postprocess_video", counted)
+    run = trio.start(Role.DECODER, REQUEST, inbox)
+    assert isinstance(run, Streaming)
+    run.stream_to(lambda _: None)
+    run.advance()
+    assert sum(converted) == REQUEST["num_frames"]
 
 
 def test_several_videos_of_one_request_come_whole(trio: Trio) -> None:

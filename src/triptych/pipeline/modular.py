@@ -287,6 +287,10 @@ class _WholeStage:
         self._view = self._state = None
 
 
+class _AllHeard(BaseException):
+    """Ends a decoding whose frames have all been handed on. No block catches a `BaseException`."""
+
+
 class _DecodeStage(_WholeStage):
     """Decoder, which may hand on frames as they are done."""
 
@@ -305,9 +309,10 @@ class _DecodeStage(_WholeStage):
         if decoder is None or deliver is None or view is None:
             return super().advance()
         stream: FrameStream | None = None
+        heard = 0
 
         def hear(part: torch.Tensor, frames: int) -> None:
-            nonlocal stream
+            nonlocal stream, heard
             if frames == 1:  # an image is not worth it
                 return
             pixels = to_pixels(view.video_processor.postprocess_video(part, output_type="pt")[0])
@@ -316,10 +321,15 @@ class _DecodeStage(_WholeStage):
                 stream = FrameStream((frames, height, width, channels))
                 deliver((Clip(frames=stream, fps=float(self._params.get("fps", 0))),))
             stream.put(pixels)
+            heard += len(pixels)
+            if heard == frames:  # nobody wants the whole video besides
+                raise _AllHeard
 
         decoder.listener = hear
         try:
             return super().advance()
+        except _AllHeard:
+            return StageResult()
         finally:
             decoder.listener = None
 
