@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import gc
+import weakref
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
+from triptych.config import ModelConfig
 from triptych.errors import StageError
-from triptych.ids import Role
+from triptych.ids import ROLES, Role
+from triptych.pipeline.load import load_pipeline
 from triptych.pipeline.stage import StageRun
 
 from .harness import Inbox, Trio, finish, latents, post
@@ -188,3 +192,77 @@ def test_no_gradients_are_kept_in_a_thread_that_never_turned_them_off(trio: Trio
     hook.remove()
     assert seen
     assert not any(seen)
+
+
+@pytest.fixture
+def no_collector() -> Iterator[None]:
+    gc.collect()
+    gc.disable()
+    yield
+    gc.enable()
+
+
+class Seen:
+    """What a denoiser was given and has given, as long as anybody else holds it."""
+
+    def __init__(self, model: torch.nn.Module) -> None:
+        self.tensors: list[weakref.ref[torch.Tensor]] = []
+        self.hook = model.register_forward_hook(self._note, with_kwargs=True)
+
+    def _note(self, _module: torch.nn.Module, args: Any, kwargs: Any, output: Any) -> None:
+        found = (*args, *kwargs.values(), output[0])
+        self.tensors += [weakref.ref(t) for t in found if isinstance(t, torch.Tensor)]
+
+    @property
+    def alive(self) -> int:
+        return sum(tensor() is not None for tensor in self.tensors)
+
+
+def fail(*_: object) -> None:
+    raise KeyError("absent")
+
+
+def ends(run: StageRun, how: str) -> None:
+    """Bring a run to its end in one of the ways in which runs end."""
+    run.advance()
+    run.advance()
+    if how == "cancelled":
+        run.cancel()
+    elif how == "done":
+        finish(run)
+
+
+@pytest.mark.usefixtures("no_collector")
+@pytest.mark.parametrize("how", ["done", "cancelled", "failed"])
+def test_a_run_that_is_over_keeps_no_tensor(trio: Trio, how: str) -> None:
+    model = trio.pipelines[Role.DENOISER].component(Role.DENOISER, "transformer")
+    inbox = trio.encoded(REQUESTS[0])
+    seen = Seen(model)
+    seen.tensors += [weakref.ref(tensor) for _, tensors in inbox[Role.DENOISER] for tensor in tensors]
+    run = trio.start(Role.DENOISER, REQUESTS[0], inbox)
+    del inbox
+    ends(run, how)
+    if how == "failed":
+        failing = model.register_forward_hook(fail)
+        with pytest.raises(StageError):
+            run.advance()
+        failing.remove()
+    seen.hook.remove()
+    assert len(seen.tensors) > 4
+    assert seen.alive == 0
+
+
+@pytest.mark.usefixtures("no_collector")
+@pytest.mark.filterwarnings("ignore::DeprecationWarning:diffusers", "ignore::FutureWarning:diffusers")
+@pytest.mark.parametrize("how", ["done", "cancelled"])
+def test_a_replayed_run_that_is_over_keeps_no_tensor(classic_checkpoint: Callable[[str], Path], how: str) -> None:
+    pipeline = load_pipeline(ModelConfig(path=str(classic_checkpoint("stable_diffusion")), device="cpu"), ROLES, "cpu")
+    params = {"prompt": "a cat", "height": 32, "width": 32, "num_inference_steps": 5}
+    inbox: Inbox = {role: [] for role in Role}
+    post(finish(pipeline.start(Role.ENCODER, params, [], [])), inbox)
+    seen = Seen(pipeline.component(Role.DENOISER, "unet"))
+    run = pipeline.start(Role.DENOISER, params, inbox[Role.DENOISER], [])
+    ends(run, how)
+    del run
+    assert len(seen.tensors) > 2
+    assert seen.alive == 0

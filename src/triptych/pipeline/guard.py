@@ -34,7 +34,10 @@ def guarded(role: Role) -> Generator[None]:
         raise
     except Exception as error:
         told = stage_error(role, error)
-        raise told from (None if isinstance(told, OutOfMemory) else error)
+        try:
+            raise told from (None if isinstance(told, OutOfMemory) else error)
+        finally:
+            del told  # held by the frame that it is raised in, it would be kept, and all tensors of the request
 
 
 def stage_error(role: Role, error: Exception) -> StageError:

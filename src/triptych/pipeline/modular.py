@@ -306,6 +306,7 @@ class _DecodeStage(_WholeStage):
 
     def advance(self) -> StageResult:
         deliver, decoder, view = self._deliver, self._decoder, self._view
+        self._deliver = None  # it leads back to this run
         if decoder is None or deliver is None or view is None:
             return super().advance()
         stream: FrameStream | None = None

@@ -77,7 +77,8 @@ class RoleRun:
         self._predicted = 0
         self._stepped = False
         self._decoded = False
-        self._view = self._viewed(pipeline)
+        self._replaced: list[tuple[Any, str]] = []
+        self._view: Any = self._viewed(pipeline)
 
     def compute(self) -> Any:
         """Run the role's part. The decoder's result is a batch of videos or images, that of the others is the tape."""
@@ -89,6 +90,18 @@ class RoleRun:
         if self._role is not Role.DECODER or not self._decoded:
             raise StageError(f"the pipeline ended before the {self._role} had its part")
         return next(batch for name in FIELDS if (batch := getattr(result, name, None)) is not None)
+
+    def let_go(self) -> None:
+        """Drop all that the run held but the tape, at once rather than when Python next looks for cycles."""
+        self._view = None
+        while self._replaced:
+            owner, method = self._replaced.pop()
+            vars(owner).pop(method, None)
+
+    def _replace(self, made: Any, module: Any, method: str, does: Method) -> None:
+        """`replaced` until the run is over: what is done instead leads back to ``made`` and to this run."""
+        replaced(made, module, method, does)
+        self._replaced.append((made, method))
 
     def _finish(self) -> None:
         if self._role is Role.ENCODER:
@@ -107,13 +120,13 @@ class RoleRun:
                 view.__dict__[name] = component.new(**self._guidance)
         if self._anatomy.decoder is None and self._role is not Role.ENCODER:
             method = self._anatomy.decode
-            replaced(view, view, method, self._decode(getattr(view, method)))
+            self._replace(view, view, method, self._decode(getattr(view, method)))
         return view
 
     def _component(self, name: str, component: torch.nn.Module) -> Any:
         if name in self._anatomy.denoisers:
             made = shadow(component)
-            replaced(made, component, "forward", self._denoiser(name, component))
+            self._replace(made, component, "forward", self._denoiser(name, component))
             return made
         if name in self._anatomy.inspectors:
             return shadow(component)
@@ -122,7 +135,7 @@ class RoleRun:
         # An autoencoder's parts also serve its decode, which is not replayed.
         made = encoder_shadow(component, name, wrap, depth=0 if decodes else 2)
         if name == self._anatomy.decoder and self._role is not Role.ENCODER:
-            replaced(made, component, "decode", self._decode(made.decode))
+            self._replace(made, component, "decode", self._decode(made.decode))
         return made
 
     def _scheduler(self, scheduler: Any) -> Any:
@@ -135,7 +148,7 @@ class RoleRun:
             self._stepped = True
             return result
 
-        replaced(scheduler, scheduler, "step", step)
+        self._replace(scheduler, scheduler, "step", step)
         return scheduler
 
     # -- encoders -------------------------------------------------------------------------------------------------

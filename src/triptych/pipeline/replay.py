@@ -210,6 +210,7 @@ class _ReplayStage:
             finally:
                 if running.dead:
                     self._greenlet = None
+                    self._run.let_go()
                     self._owner.settle(self._role)
             return self._result(result) if running.dead else None
 
@@ -219,6 +220,7 @@ class _ReplayStage:
         if running is not None and not running.dead:
             running.parent = getcurrent()
             running.throw()
+        self._run.let_go()
 
     def _result(self, batch: Any) -> StageResult:
         tape = self._run.tape

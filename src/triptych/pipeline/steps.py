@@ -25,7 +25,7 @@ from triptych.errors import StageError
 from triptych.pipeline.checkpoint import Baseline, Frozen, Saved, Unsaved
 from triptych.pipeline.cut import walk
 from triptych.pipeline.names import STAGE_STEPS
-from triptych.pipeline.suspended import suspendable
+from triptych.pipeline.suspended import answered, suspendable
 
 log = logging.getLogger(__name__)
 
@@ -63,11 +63,13 @@ class SteppedBlock:
         self._step: tuple[Any, Any] | None = None
         """Timestep and block state of the step that is being computed."""
         self._saved: Saved | None = None
-        self._pipeline = pipeline
+        self._pipeline: Any = pipeline
         block = copy.deepcopy(block)
+        self._wrapped: list[tuple[Any, str]] = []
+        """Objects of this run with a method that leads back to the run, and so to all that it holds."""
         for loop in loops(block):
             loop.set_progress_bar_config(disable=True)
-            loop.loop_step = self._stopping(loop)
+            self._wrap(loop, "loop_step", self._stopping(loop.loop_step))
         self._greenlet: greenlet | None = suspendable(lambda: block(pipeline, state)[1])
 
     def advance(self) -> Any | None:
@@ -82,10 +84,7 @@ class SteppedBlock:
         """Go on with a step that came to ``call``, which has been computed; returns what `advance` would."""
         if self._step is not None:
             self._clock.begin(*self._step, anew=False)  # other runs have computed meanwhile
-        error = call.error
-        if error is not None:
-            return self._switch(lambda run: run.throw(error))
-        return self._switch(lambda run: run.switch(call.result))
+        return self._switch(lambda run: answered(run, call))
 
     def _switch(self, into: Callable[[greenlet], Any]) -> Any | None:
         run = self._greenlet
@@ -96,7 +95,7 @@ class SteppedBlock:
             outcome = into(run)
         finally:
             if run.dead:
-                self._greenlet = self._here = None
+                self._let_go()
         if run.dead:
             self.step = self._begun
         return outcome if run.dead or isinstance(outcome, Call) else None
@@ -128,15 +127,25 @@ class SteppedBlock:
 
     def cancel(self) -> None:
         """Unwind the block by GreenletExit, which no block catches, and drop all that it held."""
-        run, self._greenlet = self._greenlet, None
-        self._here = self._baseline = self._saved = self._step = None
+        run = self._greenlet
         if run is not None and not run.dead:
             run.parent = getcurrent()
             run.throw()
+        self._let_go()
 
-    def _stopping(self, loop: Any) -> Any:
-        compute = loop.loop_step
+    def _let_go(self) -> None:
+        """Drop all that the run held, at once rather than when Python next looks for cycles."""
+        self._greenlet = self._here = self._baseline = self._saved = self._step = self._pipeline = None
+        while self._wrapped:
+            owner, name = self._wrapped.pop()
+            delattr(owner, name)
 
+    def _wrap(self, owner: Any, name: str, method: Any) -> None:
+        """Let ``owner.name`` be another until the run is over."""
+        setattr(owner, name, method)
+        self._wrapped.append((owner, name))
+
+    def _stopping(self, compute: Any) -> Any:
         def loop_step(components: Any, block_state: Any, **arguments: Any) -> Any:
             if "t" not in arguments:
                 return self._chunk(compute, components, block_state, arguments)
@@ -189,7 +198,7 @@ class SteppedBlock:
             self._clock.begin(*self._step, anew=True)
             told(*args, timestep=timestep, **more)
 
-        guider.set_state = set_state
+        self._wrap(guider, "set_state", set_state)
 
     def _enter(self, components: Any, block_state: Any, arguments: dict[str, Any]) -> None:
         """Look at the state before the first step, if this is a loop over steps."""

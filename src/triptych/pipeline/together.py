@@ -11,7 +11,7 @@ from triptych.accel.batching import Call, ForwardBatcher
 from triptych.errors import StageError
 from triptych.ids import Role
 from triptych.pipeline.guard import guarded
-from triptych.pipeline.suspended import suspendable
+from triptych.pipeline.suspended import answered, suspendable
 
 Outcome: TypeAlias = Any
 """What a step gives, or the exception that it raises: one run's failure is not the others'."""
@@ -41,10 +41,7 @@ class Once:
 
     def resume(self, call: Call) -> Any:
         """Compute up to the next call, or to the end."""
-        error = call.error
-        if error is not None:
-            return self._switch(lambda run: run.throw(error))
-        return self._switch(lambda run: run.switch(call.result))
+        return self._switch(lambda run: answered(run, call))
 
     def _switch(self, into: Callable[[greenlet], Any]) -> Any:
         if self._greenlet.dead:
@@ -59,11 +56,7 @@ def advance_together(role: Role, runs: Sequence[Parkable], batcher: ForwardBatch
     parked: dict[int, Call] = {}
 
     def go(index: int, advance: Callable[[], Any]) -> None:
-        try:
-            with guarded(role):
-                outcome = advance()
-        except Exception as error:
-            outcome = error
+        outcome = _outcome(role, advance)
         if isinstance(outcome, Call):
             parked[index] = outcome
         else:
@@ -83,3 +76,12 @@ def advance_together(role: Role, runs: Sequence[Parkable], batcher: ForwardBatch
     finally:
         batcher.collecting = False
     return outcomes
+
+
+def _outcome(role: Role, advance: Callable[[], Any]) -> Outcome:
+    """Apart, so that no frame that an error was raised through holds it: it would be kept for as long."""
+    try:
+        with guarded(role):
+            return advance()
+    except Exception as error:
+        return error
