@@ -17,7 +17,7 @@ from triptych.config import Lora, ModelConfig
 from triptych.errors import BadRequest, ConfigError, ModelError
 from triptych.ids import ROLES, Role
 from triptych.pipeline.load import load_pipeline
-from triptych.pipeline.lora import Adapters, fold_alphas
+from triptych.pipeline.lora import Adapters, fold_alphas, inner_name
 
 from .classic_harness import REQUESTS, TOLERATED
 from .harness import Inbox, Trio, frames_of, post
@@ -148,7 +148,7 @@ def scales(pipeline: Any) -> Iterator[float]:
     pipeline.adapters.choose((("odd", 1.0),))
     for module in pipeline.component(Role.DENOISER, "transformer").modules():
         if hasattr(module, "scaling"):
-            yield module.scaling["odd"]
+            yield module.scaling[inner_name("odd")]
 
 
 def test_an_alpha_in_the_header_counts(denoiser: Callable[[Lora], Any], tmp_path: Path) -> None:
@@ -169,7 +169,7 @@ def test_an_alpha_beside_a_layer_counts(denoiser: Callable[[Lora], Any], tmp_pat
     assert list(scales(pipeline)) == [1.0] * len(layers)
     block = pipeline.component(Role.DENOISER, "transformer").blocks[0]
     first = next(iter(layers))
-    added = block.attn1.to_q.lora_B["odd"].weight @ block.attn1.to_q.lora_A["odd"].weight
+    added = block.attn1.to_q.lora_B[inner_name("odd")].weight @ block.attn1.to_q.lora_A[inner_name("odd")].weight
     wanted = plain[f"{prefix}{first}.lora_B.weight"] @ plain[f"{prefix}{first}.lora_A.weight"] * (2.0 / RANK)
     assert torch.allclose(added, wanted)
 
@@ -364,7 +364,7 @@ def test_a_header_speaks_of_each_transformer_by_its_name(wan22: tuple[Path, Any]
     pipeline.adapters.choose((("odd", 1.0),))
     for name, scale in (("transformer", 2.0), ("transformer_2", 3.0)):
         modules = pipeline.component(Role.DENOISER, name).modules()
-        assert {module.scaling["odd"] for module in modules if hasattr(module, "scaling")} == {scale}
+        assert {module.scaling[inner_name("odd")] for module in modules if hasattr(module, "scaling")} == {scale}
 
 
 def test_a_second_transformers_part_needs_one_and_comes_once(
@@ -390,6 +390,24 @@ def test_options_that_would_mix_adapters_up_are_refused() -> None:
         with pytest.raises(ConfigError, match=complaint):
             ModelConfig(**{"path": "tiny", "loras": (lora,), **settings})  # type: ignore[arg-type]
     assert Adapters((lora,), ()).names == ("fox",)
+
+
+@pytest.mark.parametrize("name", ["half", "keys", "training", "lora", "A-1"])
+def test_an_adapter_may_be_called_what_a_module_has_an_attribute_of(
+    trio: Trio, denoiser: Callable[[Lora], Any], files: dict[str, str], name: str
+) -> None:
+    made: list[Any] = []
+    for pipeline, called in (
+        (trio.pipelines[Role.DENOISER], "fox"),
+        (denoiser(Lora(name=name, path=files["fox"])), name),
+    ):
+        request = {**REQUEST, "lora": called}
+        inbox: Inbox = trio.encoded({**REQUEST, "lora": "fox"})
+        run = pipeline.start(Role.DENOISER, request, inbox[Role.DENOISER], ())
+        while (result := run.advance()) is None:
+            pass
+        made.append(result.outputs[0].tensors)
+    assert all(torch.equal(mine, other) for mine, other in zip(*made, strict=True))
 
 
 @pytest.mark.parametrize("said", [{"name": "a.b"}, {"path": "fox.bin"}, {"scale": 11.0}, {"name": ""}])

@@ -74,13 +74,19 @@ class Adapters:
         self._chosen = None  # should one of the models fail half way
         for model in self._models:
             here: Mapping[str, Any] = getattr(model, "peft_config", {})
-            own = [(name, scale) for name, scale in choice if name in here]
+            own = [(inner_name(name), scale) for name, scale in choice if inner_name(name) in here]
             if own:
                 set_adapter_layers(model, enabled=True)
                 set_weights_and_activate_adapters(model, [name for name, _ in own], [scale for _, scale in own])
             else:
                 set_adapter_layers(model, enabled=False)
         self._chosen = choice
+
+
+def inner_name(name: str) -> str:
+    """What the models call an adapter. Theirs become attributes of modules, which have attributes already: an adapter
+    ``half`` would be in the way of `torch.nn.Module.half`."""
+    return f"lora-{name}"
 
 
 def with_adapters(schema: RequestSchema, loras: Sequence[Lora]) -> RequestSchema:
@@ -118,7 +124,9 @@ def _load(lora: Lora, pipeline: Any, own: set[str]) -> None:
         for share in _shares(lora, own):
             _load_share(lora, pipeline, share)
             targets = {SECOND} if share.second else own - {SECOND}
-            if not any(lora.name in getattr(getattr(pipeline, name), "peft_config", {}) for name in targets):
+            if not any(
+                inner_name(lora.name) in getattr(getattr(pipeline, name), "peft_config", {}) for name in targets
+            ):
                 raise ValueError(f"nothing in it fits {', '.join(sorted(targets))}")
     except (OSError, ValueError, RuntimeError, KeyError, TypeError, AttributeError, SafetensorError) as error:
         raise ModelError(f"lora {lora.name}: {' and '.join(lora.files)} cannot be loaded: {error}") from error
@@ -141,8 +149,8 @@ def _load_share(lora: Lora, pipeline: Any, share: _Share) -> None:
         file = Path(folder) / "lora.safetensors"
         save_file(share.tensors, file, share.metadata)
         pipeline.load_lora_weights(
-            folder, weight_name=file.name, adapter_name=lora.name, use_safetensors=True, local_files_only=True,
-            **({"load_into_transformer_2": True} if share.second else {}),
+            folder, weight_name=file.name, adapter_name=inner_name(lora.name), use_safetensors=True,
+            local_files_only=True, **({"load_into_transformer_2": True} if share.second else {}),
         )  # fmt: skip
 
 
