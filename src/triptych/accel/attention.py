@@ -30,6 +30,8 @@ log = logging.getLogger(__name__)
 EXACT = ("flash3", "cudnn", "flash2", "native")
 """Backends that compute the same as stock attention up to rounding, fastest first where all are present."""
 LOSSY = ("flash3-fp8", "sage")
+COMPILING = frozenset({"flash3-fp8"})
+"""Backends that compile a part of theirs, whatever the profile."""
 
 _WARM_CALLS = 3
 _TIMED_CALLS = 5
@@ -210,7 +212,7 @@ def _measure_all(
     for name in backends:
         try:
             seconds[name] = _measure(name, device, heads, head_dim, tokens)
-        except RuntimeError as error:
+        except (RuntimeError, TypeError, ImportError, OSError) as error:
             log.info("attention backend %s does not take %d heads of %d: %s", name, heads, head_dim, error)
     return seconds
 

@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import importlib
 import importlib.util
+import logging
 from collections.abc import Callable
 from functools import cache
 from typing import Any
 
 import torch
+
+log = logging.getLogger(__name__)
 
 _FP8 = torch.float8_e4m3fn
 _FP8_MAX = 448.0
@@ -17,10 +20,22 @@ _FEW_KEYS = 2048
 
 
 def available(device: torch.device) -> bool:
-    """Whether the wheel is installed and the GPU is a Hopper (compute capability 9)."""
+    """Whether the wheel is installed and loads, and the GPU is a Hopper (compute capability 9)."""
     if device.type != "cuda" or importlib.util.find_spec("fa3_fwd") is None:
         return False
-    return torch.cuda.get_device_capability(device)[0] == 9
+    return torch.cuda.get_device_capability(device)[0] == 9 and _loads()
+
+
+@cache
+def _loads() -> bool:
+    """Whether the kernel is there: a wheel that was built for another torch is installed all the same."""
+    try:
+        _kernel()
+    except (ImportError, OSError, AttributeError, RuntimeError) as error:
+        log.warning("FlashAttention-3 is left out: the fa3-fwd wheel does not load beside torch %s: %s",
+                    torch.__version__, str(error).partition("\n")[0])  # fmt: skip
+        return False
+    return True
 
 
 def _kernel() -> Any:

@@ -4,16 +4,30 @@ from __future__ import annotations
 
 import importlib
 import importlib.util
+import logging
+from functools import cache
 from typing import Any
 
 import torch
 
+log = logging.getLogger(__name__)
+
 
 def available(device: torch.device) -> bool:
-    """Whether the package is installed and the GPU can run it (compute capability 8 or more)."""
+    """Whether the package is installed and loads, and the GPU can run it (compute capability 8 or more)."""
     if device.type != "cuda" or importlib.util.find_spec("sageattention") is None:
         return False
-    return torch.cuda.get_device_capability(device)[0] >= 8
+    return torch.cuda.get_device_capability(device)[0] >= 8 and _loads()
+
+
+@cache
+def _loads() -> bool:
+    try:
+        importlib.import_module("sageattention")
+    except (ImportError, OSError, AttributeError, RuntimeError) as error:
+        log.warning("SageAttention is left out: the package does not load: %s", str(error).partition("\n")[0])
+        return False
+    return True
 
 
 @torch.library.custom_op("triptych::sage", mutates_args=(), device_types="cuda")

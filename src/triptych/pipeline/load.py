@@ -6,7 +6,8 @@ import logging
 from collections.abc import Mapping
 from pathlib import Path
 
-from triptych.accel.compiling import count_compilations, default_folder, keep_graphs_in
+from triptych.accel.attention import COMPILING
+from triptych.accel.compiling import allow_many_graphs, count_compilations, default_folder, keep_graphs_in
 from triptych.accel.parallel.team import Team
 from triptych.accel.tally import Tally
 from triptych.config import ModelConfig
@@ -58,9 +59,10 @@ def load_cold(
     """
     loading = Loading(model=model, roles=roles, device=device, tally=tally or Tally(), team=team, component=component)
     quiet_libraries()
-    if model.profile != "stock":
+    if model.profile != "stock" or not COMPILING.isdisjoint(model.attention_backend.split(",")):
         keep_graphs_in(model.cache_dir or default_folder())
         count_compilations(loading.tally)
+        allow_many_graphs()
     folder = resolve_source(model.path)
     index = for_task(read_index(folder), model.task)
     _check_overrides(model.components, index_components(index))
