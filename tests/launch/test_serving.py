@@ -1,16 +1,20 @@
-"""What a server asks of its operating system."""
+"""What a server asks of its operating system, and how it leaves."""
 
 from __future__ import annotations
 
+import signal
 import subprocess
 import sys
+from pathlib import Path
+
+from triptych.launch.ports import free_ports
 
 CODE = """
 import resource, sys
 from triptych.config import ServerConfig
 from triptych.launch import serving
 resource.setrlimit(resource.RLIMIT_NOFILE, (256, 2048))
-async def served(config, on_started):
+async def served(config, on_started, leaving):
     print(*resource.getrlimit(resource.RLIMIT_NOFILE))
     return 0
 serving._serve = served
@@ -21,3 +25,39 @@ sys.exit(serving.run_server(ServerConfig()))
 def test_a_server_takes_as_many_descriptors_as_its_user_may_have() -> None:
     done = subprocess.run([sys.executable, "-c", CODE], capture_output=True, text=True, check=True)
     assert done.stdout == "2048 2048\n"
+
+
+HANGING = """
+import asyncio, sys, time
+from pathlib import Path
+from triptych.config import ServerConfig
+from triptych.launch import serving
+from triptych.server.service import DiffusionService
+real = DiffusionService.start
+async def start(service):
+    await real(service)
+    keeper = service._keeper
+    async def hang(work):
+        await work
+    keeper.spawn(hang(keeper.in_thread(time.sleep, 600)))
+    keeper.spawn(hang(asyncio.to_thread(time.sleep, 600)))
+DiffusionService.start = start
+config = ServerConfig(port=int(sys.argv[1]), scheduler_port=int(sys.argv[2]), output_dir=Path(sys.argv[3]))
+status = serving.run_server(config, on_started=lambda: print("started", flush=True))
+serving.leave_within(serving.LEAVE_SECONDS)
+sys.exit(status)
+"""
+
+
+def test_a_server_whose_store_hangs_leaves_all_the_same_when_it_is_asked_to(tmp_path: Path) -> None:
+    frontend, *_, door = free_ports(5)
+    command = [sys.executable, "-c", HANGING, str(door), str(frontend), str(tmp_path / "outputs")]
+    server = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
+    try:
+        assert server.stdout is not None
+        assert server.stdout.readline() == "started\n"
+        server.send_signal(signal.SIGTERM)
+        assert server.wait(60) == 0
+    finally:
+        server.kill()
+        server.communicate()

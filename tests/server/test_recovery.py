@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import threading
 from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
@@ -18,6 +19,7 @@ from triptych.ids import ROLES, RequestId
 from triptych.server.archive import DiskArchive
 from triptych.server.idempotency import IdempotencyKey, KeyReused
 from triptych.server.journal import Journal
+from triptych.server.media_store import LocalMedia
 from triptych.server.records import JobRecord
 from triptych.server.service import DiffusionService
 
@@ -114,6 +116,29 @@ async def test_a_paused_job_stays_paused_until_it_is_resumed(estate: Estate) -> 
     assert (view.paused, view.state) == (True, JobState.DENOISING_WAITING)
     estate.service.resume(job.id)
     assert (await estate.end(job.id)).view.state is JobState.DONE
+
+
+async def test_files_that_a_hanging_store_has_not_taken_when_the_server_stops_are_stored_by_the_next(
+    estate: Estate, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    writing, go_on = threading.Event(), threading.Event()
+
+    def hang(path: Path, data: bytes) -> None:
+        writing.set()
+        assert go_on.wait(60)
+        raise OSError("the store is gone")
+
+    puppet = estate.add()
+    await estate.ready()
+    with monkeypatch.context() as store:
+        store.setattr(LocalMedia, "_write", staticmethod(hang))
+        job = await estate.submit()
+        await until(writing.is_set, "the file to be written")
+        await asyncio.wait_for(estate.service.close(), 30)
+    await estate.open()
+    go_on.set()
+    assert (await estate.end(job.id)).files[0].path.read_bytes() == b"film"
+    assert len(puppet.seen) == 3, "nothing was made twice"
 
 
 async def test_the_time_that_a_job_has_used_up_is_remembered(estate: Estate) -> None:

@@ -30,13 +30,19 @@ def run(args: argparse.Namespace) -> int:
         log.warning("%s", note)
     match options.kind:
         case "server":
-            from triptych.launch.serving import run_server
-
-            return run_server(options.server_config())
+            return _run_server(options)
         case "instance":
             return _run_instance(options)
         case "monolithic":
             return _run_monolithic(options)
+
+
+def _run_server(options: ServerArgs) -> int:
+    from triptych.launch.serving import LEAVE_SECONDS, leave_within, run_server
+
+    status = run_server(options.server_config())
+    leave_within(LEAVE_SECONDS)
+    return status
 
 
 def _run_instance(options: ServerArgs) -> int:
@@ -59,7 +65,7 @@ def _run_monolithic(options: ServerArgs) -> int:
     from triptych.launch.group import Group, ProcessStatus
     from triptych.launch.plan import instance_spec
     from triptych.launch.ports import free_ports
-    from triptych.launch.serving import run_server
+    from triptych.launch.serving import LEAVE_SECONDS, leave_within, run_server
 
     if options.model_path is None:
         raise ConfigError("a model is needed: triptych serve MODEL (a folder, Hub id, or the embedded tiny)")
@@ -86,4 +92,5 @@ def _run_monolithic(options: ServerArgs) -> int:
         group.stop()
     if group.failure:
         raise ConfigError(group.failure)
+    leave_within(LEAVE_SECONDS)
     return status

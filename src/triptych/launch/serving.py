@@ -4,9 +4,13 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import os
 import resource
 import signal
+import sys
+import threading
 from collections.abc import Callable
+from contextlib import ExitStack
 from types import FrameType
 
 from triptych.config import ServerConfig
@@ -18,8 +22,34 @@ DESCRIPTORS = 65536
 """Open files and connections that a server may have, as far as its user may: four for each instance, one a client."""
 
 
+LEAVE_SECONDS = 0.7
+"""How long the end of a loop, and that of a process, may take once everything has been closed."""
+
+
+def leave_within(seconds: float) -> threading.Timer:
+    """End the process with status 0 in ``seconds`` unless the timer is cancelled or the process is over before.
+
+    A thread that waits for a store or a disk would otherwise keep it: neither asyncio nor the interpreter leaves before
+    all threads have ended.
+    """
+    timer = threading.Timer(seconds, _leave)
+    timer.daemon = True
+    timer.start()
+    return timer
+
+
+def _leave() -> None:
+    log.critical("something hangs: leaving without it; what it had to store is with its decoders and in the journal")
+    logging.shutdown()
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(0)
+
+
 def run_server(config: ServerConfig, *, on_started: Callable[[], None] | None = None) -> int:
-    """Serve until SIGINT or SIGTERM; returns the exit status.
+    """Serve until SIGINT or SIGTERM; returns the exit status. Once asked to stop, it takes less than ten seconds, after
+    which a group kills: connections have five (`http_settings`), the service three (`CLOSE_SECONDS`); then the process
+    ends with status 0, whatever hangs. The caller calls `leave_within` when it has done everything else.
 
     ``on_started`` is called once every port is bound. Raises `ConfigError` for a port that is in use.
     """
@@ -27,15 +57,16 @@ def run_server(config: ServerConfig, *, on_started: Callable[[], None] | None = 
 
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     resource.setrlimit(resource.RLIMIT_NOFILE, (max(soft, min(hard, DESCRIPTORS)), hard))
-    return uvloop.run(_serve(config, on_started))
+    with ExitStack() as leaving:
+        return uvloop.run(_serve(config, on_started, leaving))
 
 
-async def _serve(config: ServerConfig, on_started: Callable[[], None] | None) -> int:
+async def _serve(config: ServerConfig, on_started: Callable[[], None] | None, leaving: ExitStack) -> int:
     import uvicorn
 
     from triptych.api.app import create_app
     from triptych.api.connection import http_settings
-    from triptych.server.service import DiffusionService
+    from triptych.server.service import CLOSE_SECONDS, DiffusionService
 
     flags = ["--port", *["--metrics-port"] * bool(config.metrics_port)]
     flags += ["--task-ports"] * (len(config.http_ports) - len(flags))
@@ -60,6 +91,7 @@ async def _serve(config: ServerConfig, on_started: Callable[[], None] | None) ->
             on_started()
         await server.serve(sockets=doors)
     finally:
+        leaving.callback(leave_within(CLOSE_SECONDS + LEAVE_SECONDS).cancel)
         await asyncio.shield(service.close())
         for door in doors:
             door.close()

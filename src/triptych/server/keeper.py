@@ -70,16 +70,23 @@ class Keeper:
         """Begin to write the journal."""
         self._archive.start()
 
-    async def rest(self) -> None:
-        """Return once everything that was begun in the background has ended."""
+    async def rest(self, seconds: float) -> None:
+        """Return once everything that was begun in the background has ended, after ``seconds`` at the latest."""
         if self._background:
-            await asyncio.wait(self._background)
+            await asyncio.wait(self._background, timeout=seconds)
 
-    async def close(self) -> None:
-        """Write what was noted and let go of the files. Idempotent."""
-        await self.rest()
-        await asyncio.to_thread(self._archive.close)
-        self._threads.shutdown()
+    async def close(self, seconds: float) -> None:
+        """Write what was noted and let go of the files. What hangs for longer than ``seconds`` is left alone: threads
+        cannot be stopped, and the next life of the server takes it up again. Idempotent."""
+        for task in self._background:
+            task.cancel()
+        closing = asyncio.ensure_future(asyncio.to_thread(self._archive.close))
+        await asyncio.wait((closing,), timeout=seconds)
+        self._threads.shutdown(wait=False, cancel_futures=True)
+        if closing.done():
+            closing.result()
+        else:
+            log.error("the journal could not be closed within %g s", seconds)
 
     # -- one job -----------------------------------------------------------------------------------------------
 

@@ -46,6 +46,11 @@ from triptych.wire.schema import RequestSchema
 __all__ = ["DiffusionService", "JobRecord", "OutputKind", "Readiness", "StoredFile"]
 
 
+CLOSE_SECONDS = 3.0
+"""How long `DiffusionService.close` may take."""
+_JOURNAL_SECONDS = 1.0
+"""Of them, for the last words of the journal."""
+
 KNOWN_INSTANCES = 256
 """Instances, live or gone, whose up or down is shown in the metrics."""
 
@@ -86,7 +91,7 @@ class DiffusionService:
             keys = None if self._config.key_dir is None else load_keys(self._config.key_dir, "server")
             self._control = ServerControl(self._config.host, self._config.scheduler_port, keys=keys)
         except BaseException:
-            await self._keeper.close()
+            await self._keeper.close(CLOSE_SECONDS)
             raise
         self._keeper.start()
         self._shell = Shell(self._router, self._control, self)
@@ -100,21 +105,26 @@ class DiffusionService:
         self._shell.start()
 
     async def close(self) -> None:
-        """Stop listening, finish files that are being written, and wake everybody who still waits. Idempotent."""
+        """Stop listening, finish files that are being written, and wake everybody who still waits. Idempotent.
+
+        Takes `CLOSE_SECONDS` at the most, even where a store or a disk does not answer.
+        """
         if self._closed:
             return
         self._closed = True
         for entry in self._records:
             entry.wake_all()
-        await self._keeper.rest()
+        clock = asyncio.get_running_loop().time
+        end = clock() + CLOSE_SECONDS - _JOURNAL_SECONDS
+        await self._keeper.rest(end - clock())
         if self._shell is not None:
-            await self._shell.close()
+            await self._shell.close(max(0.0, end - clock()))
             for clocks in self._router.clocks():
                 self._keeper.note(clocks)
-        await self._keeper.rest()
+        await self._keeper.rest(max(0.0, end - clock()))
         if self._control is not None:
             self._control.close()
-        await self._keeper.close()
+        await self._keeper.close(_JOURNAL_SECONDS)
 
     # -- jobs --------------------------------------------------------------------------------------------------
 

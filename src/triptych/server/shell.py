@@ -95,10 +95,15 @@ class Shell:
         self._control.attach(self._loop, self._readable, self._gone)
         self._tick()
 
-    async def close(self) -> None:
-        """Let files that are being written be finished, and stop. The sockets stay the caller's."""
+    async def close(self, seconds: float) -> None:
+        """Let files that are being written be finished, and stop after ``seconds`` at the latest. Decoders keep what is
+        not stored by then, and send it to the next server. The sockets stay the caller's."""
         if self._storing:
-            await asyncio.wait(self._storing)
+            await asyncio.wait(self._storing, timeout=seconds)
+        if self._storing:
+            log.warning("files of %d requests are left to the next server", len(self._storing))
+        for task in self._storing:
+            task.cancel()
         self._flush()
         self._closed = True
         if self._timer is not None:
