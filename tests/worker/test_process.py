@@ -376,6 +376,41 @@ def test_an_instance_whose_memory_runs_out_fails_that_request_with_advice_and_go
         desk.control.close()
 
 
+DEADLY = """
+from diffusers import WanTransformer3DModel
+
+class Deadly(BaseException):
+    pass
+
+def forward(self, *args, **more):
+    raise Deadly("the device is beyond use")
+
+WanTransformer3DModel.forward = forward
+"""
+"""Every step ends the compute thread."""
+
+
+def test_a_request_that_ends_a_thread_of_every_instance_it_meets_is_poison(shared_memory: None, tmp_path: Path) -> None:
+    desk = Desk()
+    request = desk.submit("deadly", num_inference_steps=2)
+    instances: list[Instance] = []
+    try:
+        for number in (1, 2):
+            instances.append(Instance(desk, *ROLES, log=tmp_path / f"log-{number}", transfer="local", first=DEADLY))
+            process = instances[-1].process
+            desk.until(lambda process=process: process.poll() is not None and not desk.router.instances())
+            assert process.poll() == 1
+        view = desk.views[request]
+        assert view.state is JobState.FAILED
+        assert view.error is not None
+        assert view.error.code == "poison"
+        assert "the compute thread died: Deadly: the device is beyond use" in view.error.message
+    finally:
+        for instance in instances:
+            instance.end()
+        desk.control.close()
+
+
 def test_a_model_that_cannot_be_loaded_ends_the_process_with_a_reason(tmp_path: Path) -> None:
     desk = Desk()
     instance = Instance(desk, Role.DENOISER, log=tmp_path / "log", model=str(tmp_path / "nothing"))
