@@ -47,7 +47,7 @@ soak: $(READY)
 bench: $(READY)
 	$(BIN)/triptych bench control
 	$(BIN)/triptych bench transfer
-	$(BIN)/triptych bench serve tiny --bursts 1,2,4,8 --baseline replicas,stock
+	$(BIN)/triptych bench serve tiny --shape 128x128x17 --bursts 1,2,4,8 --baseline replicas,stock
 
 $(READY): pyproject.toml
 	@test -n "$(PYTHON)" || { echo "Python 3.11 or newer is needed; name it with make PYTHON=..."; exit 1; }

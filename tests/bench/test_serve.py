@@ -52,6 +52,7 @@ def test_bursts_and_arrivals_on_split_roles(tmp_path: Path, capsys: pytest.Captu
         (["--no-split"], "leaves nothing to measure"),
         (["--denoiser-gpus", "a"], "GPU numbers"),
         (["--denoiser-gpus", "0,"], "GPU numbers"),
+        (["tiny", "--baseline", "stock"], "needs --shape"),
     ],
 )
 def test_what_makes_no_sense_is_refused_before_anything_starts(words: list[str], reason: str) -> None:

@@ -242,6 +242,8 @@ def main(argv: Sequence[str]) -> int:
             raise ConfigError(f"--baseline {args.baseline!r}: {name!r} is none of {', '.join(BASELINES)}")
     if args.no_split and not baselines:
         raise ConfigError("--no-split leaves nothing to measure without --baseline")
+    if "stock" in baselines and args.shape is None:
+        raise ConfigError("--baseline stock: needs --shape, as stock Diffusers' own default is not the model's")
     plan = _plan(args)
     if args.server is not None:
         if baselines or args.option:
