@@ -20,6 +20,13 @@ def test_every_way_is_measured_at_every_size() -> None:
     assert all(row.gigabytes_per_second == row.nbytes / row.median / 1e9 for row in rows)
 
 
+def test_whole_handoffs_between_devices_are_measured_in_parts() -> None:
+    rows = run_transfer_bench([64 << 10], ["local", "shm"], rounds=5, device="cpu")
+    assert [row.way for row in rows] == ["two copies", "local", "shm"]
+    assert [len(row.parts) for row in rows] == [0, 3, 3]
+    assert all(max(row.parts) <= row.p99 for row in rows[1:])
+
+
 def test_the_command_prints_a_table_with_mooncake() -> None:
     command = "import sys; from triptych.bench.transfer import main; sys.exit(main(sys.argv[1:]))"
     arguments = ["--sizes", "65536", "--rounds", "3", "--planes", "mooncake"]

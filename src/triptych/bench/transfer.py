@@ -3,12 +3,16 @@
 A sending process (`triptych.bench.transfer_peer`) stages a tensor; this process pulls it again and again. A pull is
 what a receiver waits for: it ends with the bytes verified, in fresh memory that it owns. The plane ``local`` hands over
 within one process by nature. All rows of a size are measured in turns, so that they share the machine's mood.
+
+With a device, such as cuda, whole handoffs are measured: from a tensor on the device of the sending process, which is
+staged each time, by a pull to a tensor on that of this one.
 """
 
 from __future__ import annotations
 
 import argparse
 import contextlib
+import functools
 import itertools
 import math
 import os
@@ -26,6 +30,7 @@ import torch
 from rich.console import Console
 from rich.table import Table
 
+from triptych.bench.transfer_peer import wait_for
 from triptych.config import MIB, TransferConfig, TransferKind
 from triptych.errors import ConfigError, StageError
 from triptych.ids import Epoch, InstanceId, RequestId
@@ -37,6 +42,7 @@ SIZES = (64 << 10, 1 * MIB, 4 * MIB, 16 * MIB, 64 * MIB)
 PLANES: tuple[TransferKind, ...] = ("local", "shm", "mooncake")
 MEMCPY = "memory copy"
 TCP = "raw TCP"
+COPIES = "two copies"
 
 _WARM_UPS = 3
 _PULL_SECONDS = 60.0
@@ -53,6 +59,8 @@ class Row:
     """Seconds."""
     p99: float
     """Seconds."""
+    parts: tuple[float, ...] = ()
+    """Medians of staging, pulling, and putting on the device, in seconds; of whole handoffs only."""
 
     @property
     def gigabytes_per_second(self) -> float:
@@ -63,9 +71,9 @@ class Row:
 class Peer:
     """The sending process of one plane, or of the raw socket when ``kind`` is ``tcp``."""
 
-    def __init__(self, kind: str, pool_bytes: int) -> None:
+    def __init__(self, kind: str, pool_bytes: int, device: str = "cpu") -> None:
         self._process = subprocess.Popen(
-            [sys.executable, "-m", "triptych.bench.transfer_peer", kind, str(pool_bytes)],
+            [sys.executable, "-m", "triptych.bench.transfer_peer", kind, str(pool_bytes), device],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             text=True,
@@ -80,12 +88,13 @@ class Peer:
             raise StageError(f"the sending process ended with exit status {self._process.wait()}")
         return line
 
-    def stage(self, nbytes: int) -> Manifest:
-        """Have it stage that many bytes in place of what it staged before."""
+    def stage(self, nbytes: int) -> tuple[float, Manifest]:
+        """Have it stage that many bytes in place of what it staged before; also the seconds that it took."""
         assert self._process.stdin is not None
         self._process.stdin.write(f"{nbytes}\n")
         self._process.stdin.flush()
-        return msgspec.msgpack.decode(bytes.fromhex(self._answer()), type=Manifest)
+        seconds, manifest = self._answer().split()
+        return float(seconds), msgspec.msgpack.decode(bytes.fromhex(manifest), type=Manifest)
 
     def close(self) -> None:
         """End it."""
@@ -96,48 +105,83 @@ class Peer:
         self._process.stdout.close()
 
 
-Move = Callable[[], float]
-"""Moves the bytes once and returns the seconds that it took."""
+Move = Callable[[], tuple[float, ...]]
+"""Moves the bytes once and returns the seconds that its parts took."""
 Way = Callable[[int], Move]
 """Prepares to move that many bytes."""
 
 
 def run_transfer_bench(
-    sizes: Sequence[int] = SIZES, planes: Sequence[TransferKind] = PLANES, *, rounds: int = 50
+    sizes: Sequence[int] = SIZES,
+    planes: Sequence[TransferKind] = PLANES,
+    *,
+    rounds: int = 50,
+    device: str | None = None,
 ) -> list[Row]:
-    """Measure every plane at every size, ``rounds`` times each; rows by size, the two yardsticks first.
+    """Measure every plane at every size, ``rounds`` times each; rows by size, the yardsticks first.
+
+    With a ``device`` handoffs are whole ones between tensors there, and the yardstick is one copy to page-locked memory
+    and one back.
 
     Raises `ConfigError` for a plane that this machine cannot have or a size that is not positive.
     """
     if not sizes or min(sizes) <= 0 or rounds <= 0:
         raise ConfigError(f"sizes={list(sizes)}, rounds={rounds}: must be greater than 0")
     with contextlib.ExitStack() as stack:
-        ways: dict[str, Way] = {MEMCPY: _memory_copy, TCP: stack.enter_context(_raw_tcp())}
+        ways: dict[str, Way] = {}
+        if device is None:
+            ways |= {MEMCPY: _memory_copy, TCP: stack.enter_context(_raw_tcp())}
+        else:
+            ways[COPIES] = functools.partial(_copies, device)
         for kind in planes:
-            ways[kind] = stack.enter_context(_plane(kind, max(_POOL_BYTES, 4 * max(sizes))))
+            ways[kind] = stack.enter_context(_plane(kind, max(_POOL_BYTES, 4 * max(sizes)), device))
         return [row for nbytes in sizes for row in _measure(ways, nbytes, rounds)]
 
 
 def _measure(ways: dict[str, Way], nbytes: int, rounds: int) -> Iterator[Row]:
     moves = {name: way(nbytes) for name, way in ways.items()}
-    seconds: dict[str, list[float]] = {name: [] for name in moves}
+    parts: dict[str, list[tuple[float, ...]]] = {name: [] for name in moves}
     for number, (name, move) in itertools.product(range(-_WARM_UPS, rounds), moves.items()):
         took = move()
         if number >= 0:
-            seconds[name].append(took)
-    for name, taken in seconds.items():
-        ordered = sorted(taken)
+            parts[name].append(took)
+    for name, taken in parts.items():
+        ordered = sorted(map(sum, taken))
         p99 = ordered[min(len(ordered) - 1, math.ceil(0.99 * len(ordered)) - 1)]
-        yield Row(way=name, nbytes=nbytes, median=statistics.median(ordered), p99=p99)
+        each = tuple(statistics.median(part) for part in zip(*taken, strict=True))
+        yield Row(
+            way=name,
+            nbytes=nbytes,
+            median=statistics.median(ordered),
+            p99=p99,
+            parts=each if len(each) > 1 else (),
+        )
 
 
 def _memory_copy(nbytes: int) -> Move:
     source = torch.ones(nbytes, dtype=torch.uint8)
 
-    def move() -> float:
+    def move() -> tuple[float, ...]:
         started = time.perf_counter()
         torch.empty(nbytes, dtype=torch.uint8).copy_(source)
-        return time.perf_counter() - started
+        return (time.perf_counter() - started,)
+
+    return move
+
+
+def _copies(device: str, nbytes: int) -> Move:
+    """What a handoff through host memory cannot do without."""
+    source = torch.ones(nbytes, dtype=torch.uint8, device=device)
+    between = torch.empty(nbytes, dtype=torch.uint8, pin_memory=source.is_cuda)
+    target = torch.empty_like(source)
+
+    def move() -> tuple[float, ...]:
+        wait_for(device)
+        started = time.perf_counter()
+        between.copy_(source, non_blocking=True)
+        target.copy_(between, non_blocking=True)
+        wait_for(device)
+        return (time.perf_counter() - started,)
 
     return move
 
@@ -149,7 +193,7 @@ def _raw_tcp() -> Generator[Way]:
     connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
 
     def way(nbytes: int) -> Move:
-        def move() -> float:
+        def move() -> tuple[float, ...]:
             started = time.perf_counter()
             connection.sendall(nbytes.to_bytes(8, "little"))
             room = torch.empty(nbytes, dtype=torch.uint8).numpy().data
@@ -158,7 +202,7 @@ def _raw_tcp() -> Generator[Way]:
                 if not got:
                     raise StageError("the sending process of the raw TCP socket ended")
                 room = room[got:]
-            return time.perf_counter() - started
+            return (time.perf_counter() - started,)
 
         return move
 
@@ -170,31 +214,48 @@ def _raw_tcp() -> Generator[Way]:
 
 
 @contextlib.contextmanager
-def _plane(kind: TransferKind, pool_bytes: int) -> Generator[Way]:
+def _plane(kind: TransferKind, pool_bytes: int, device: str | None) -> Generator[Way]:
     epoch = Epoch(secrets.token_hex(8))
     # Only Mooncake receives into its pool; the others need none here, but a local handoff is staged in ours.
     config = TransferConfig(kind=kind, pool_bytes=MIB if kind == "shm" else pool_bytes)
-    plane = open_plane(config, InstanceId("bench-receiver"), epoch, "cpu")
-    peer = None if kind == "local" else Peer(kind, pool_bytes)
+    plane = open_plane(config, InstanceId("bench-receiver"), epoch, device or "cpu")
+    peer = None if kind == "local" else Peer(kind, pool_bytes, device or "cpu")
 
     def way(nbytes: int) -> Move:
-        if peer is None:
-            plane.release([manifest.copy for manifest in plane.copies()])
-            payload = Payload(tree=b"", tensors=(torch.ones(nbytes, dtype=torch.uint8),))
-            manifest = plane.stage(RequestId("bench"), payload)
-        else:
-            manifest = peer.stage(nbytes)
+        own = torch.ones(nbytes if peer is None else 0, dtype=torch.uint8, device=device or "cpu")
 
-        def move() -> float:
+        def stage() -> tuple[float, Manifest]:
+            if peer is not None:
+                return peer.stage(nbytes)
+            plane.release([manifest.copy for manifest in plane.copies()])
+            started = time.perf_counter()
+            manifest = plane.stage(RequestId("bench"), Payload(tree=b"", tensors=(own,)))
+            return time.perf_counter() - started, manifest
+
+        _, manifest = stage()
+
+        def whole() -> tuple[float, ...]:
+            nonlocal manifest
+            assert device is not None
+            staging, manifest = stage()
+            deadline = time.monotonic() + _PULL_SECONDS
+            started = time.perf_counter()
+            pulled = plane.pull(manifest, deadline=deadline, cancelled=lambda: False)
+            there = time.perf_counter()
+            [tensor.to(device, non_blocking=True) for tensor in pulled.payload.tensors]
+            wait_for(device)
+            return staging, there - started, time.perf_counter() - there
+
+        def move() -> tuple[float, ...]:
             deadline = time.monotonic() + _PULL_SECONDS
             started = time.perf_counter()
             pulled = plane.pull(manifest, deadline=deadline, cancelled=lambda: False)
             took = time.perf_counter() - started
             if pulled.plane != kind:
                 raise StageError(f"asked for {kind}, but the pull went by {pulled.plane}")
-            return took
+            return (took,)
 
-        return move
+        return move if device is None else whole
 
     try:
         yield way
@@ -206,16 +267,24 @@ def _plane(kind: TransferKind, pool_bytes: int) -> Generator[Way]:
 
 def show(rows: Sequence[Row], console: Console) -> None:
     """Print the rows as a table."""
-    table = Table(title="Handoffs: one pull, verified and in memory of its own")
+    whole = any(row.parts for row in rows)
+    table = Table(
+        title="Handoffs: " + ("from device to device" if whole else "one pull, verified and in memory of its own")
+    )
     table.add_column("size", justify="right")
     table.add_column("way")
-    for title in ("median ms", "p99 ms", "GB/s"):
+    for title in ("median ms", "p99 ms", "GB/s", *(("staging ms", "pull ms", "to device ms") if whole else ())):
         table.add_column(title, justify="right")
     for nbytes, group in itertools.groupby(rows, key=lambda row: row.nbytes):
         size = f"{nbytes // MIB} MiB" if nbytes % MIB == 0 else f"{nbytes / 1024:g} KiB"
         for row in group:
+            parts = [f"{part * 1e3:.3f}" for part in row.parts]
             table.add_row(
-                size, row.way, f"{row.median * 1e3:.3f}", f"{row.p99 * 1e3:.3f}", f"{row.gigabytes_per_second:.2f}"
+                size,
+                row.way,
+                *(f"{s * 1e3:.3f}" for s in (row.median, row.p99)),
+                f"{row.gigabytes_per_second:.2f}",
+                *parts,
             )
         table.add_section()
     console.print(table)
@@ -227,8 +296,12 @@ def main(arguments: Sequence[str]) -> int:
     parser.add_argument("--planes", nargs="+", choices=PLANES, default=list(PLANES), help="planes to measure")
     parser.add_argument("--sizes", nargs="+", type=int, default=list(SIZES), metavar="BYTES", help="sizes to move")
     parser.add_argument("--rounds", type=int, default=50, help="pulls of each size by each plane")
+    parser.add_argument(
+        "--device", help="whole handoffs between tensors there, e.g. cuda (default: pulls in host memory)"
+    )
     options = parser.parse_args(arguments)
-    show(run_transfer_bench(options.sizes, options.planes, rounds=options.rounds), Console())
+    rows = run_transfer_bench(options.sizes, options.planes, rounds=options.rounds, device=options.device)
+    show(rows, Console())
     if "mooncake" in options.planes:
         sys.stdout.flush()
         os._exit(0)  # threads of the Mooncake engine abort the interpreter's own way out

@@ -1,7 +1,8 @@
-"""The sending process of the transfer benchmark: ``python -m triptych.bench.transfer_peer KIND POOL_BYTES``.
+"""The sending process of the transfer benchmark: ``python -m triptych.bench.transfer_peer KIND POOL_BYTES DEVICE``.
 
-With a data plane it stages as many bytes as each line of stdin says and answers with the manifest in hexadecimal. With
-``tcp`` it sends as many bytes as it is asked for on a socket of its own, whose port it prints.
+With a data plane it stages as many bytes of a tensor on the device as each line of stdin says, and answers with the
+seconds that it took and the manifest in hexadecimal. With ``tcp`` it sends as many bytes as it is asked for on a socket
+of its own, whose port it prints.
 """
 
 from __future__ import annotations
@@ -10,6 +11,7 @@ import os
 import secrets
 import socket
 import sys
+import time
 from typing import cast
 
 import msgspec
@@ -21,16 +23,28 @@ from triptych.transport.data.plane import open_plane
 from triptych.transport.data.protocol import Payload
 
 
-def serve_plane(kind: TransferKind, pool_bytes: int) -> None:
+def serve_plane(kind: TransferKind, pool_bytes: int, device: str) -> None:
     """Stage what stdin says, until it ends."""
     config = TransferConfig(kind=kind, pool_bytes=pool_bytes)
-    plane = open_plane(config, InstanceId("bench-sender"), Epoch(secrets.token_hex(8)), "cpu")
+    plane = open_plane(config, InstanceId("bench-sender"), Epoch(secrets.token_hex(8)), device)
     print("ready", flush=True)
+    tensor = torch.empty(0, dtype=torch.uint8)
     for line in sys.stdin:
         plane.release([manifest.copy for manifest in plane.copies()])
-        payload = Payload(tree=b"", tensors=(torch.ones(int(line), dtype=torch.uint8),))
-        print(msgspec.msgpack.encode(plane.stage(RequestId("bench"), payload)).hex(), flush=True)
+        if tensor.numel() != int(line):
+            tensor = torch.ones(int(line), dtype=torch.uint8, device=device)
+            wait_for(device)
+        started = time.perf_counter()
+        manifest = plane.stage(RequestId("bench"), Payload(tree=b"", tensors=(tensor,)))
+        took = time.perf_counter() - started
+        print(took, msgspec.msgpack.encode(manifest).hex(), flush=True)
     plane.close()
+
+
+def wait_for(device: str) -> None:
+    """Until the device has done all that it was given."""
+    if torch.device(device).type == "cuda":
+        torch.cuda.synchronize(device)
 
 
 def serve_tcp() -> None:
@@ -52,6 +66,6 @@ if __name__ == "__main__":
     if sys.argv[1] == "tcp":
         serve_tcp()
     else:
-        serve_plane(cast(TransferKind, sys.argv[1]), int(sys.argv[2]))
+        serve_plane(cast(TransferKind, sys.argv[1]), int(sys.argv[2]), sys.argv[3])
     sys.stdout.flush()
     os._exit(0)  # threads of the Mooncake engine abort the interpreter's own way out
