@@ -242,14 +242,14 @@ def main(argv: Sequence[str]) -> int:
             raise ConfigError(f"--baseline {args.baseline!r}: {name!r} is none of {', '.join(BASELINES)}")
     if args.no_split and not baselines:
         raise ConfigError("--no-split leaves nothing to measure without --baseline")
-    if "stock" in baselines and args.shape is None:
-        raise ConfigError("--baseline stock: needs --shape, as stock Diffusers' own default is not the model's")
     plan = _plan(args)
     if args.server is not None:
         if baselines or args.option:
             raise ConfigError("--server starts nothing, so neither --baseline nor --option applies")
         measured = measure(args.server, "server", 0, plan, args.api_key)
     else:
+        if "stock" in baselines and args.shape is None:
+            raise ConfigError("--baseline stock: needs --shape, as stock Diffusers' own default is not the model's")
         gpus = cast(Gpus, {role: read_gpu_lists(f"--{role}-gpus", getattr(args, f"{role}_gpus")) for role in ROLES})
         arrangement = Arrangement(model=args.model, gpus=gpus, options=_options(args.option))
         measured = run(arrangement, baselines, plan, args.stock_repeats, split=not args.no_split)
