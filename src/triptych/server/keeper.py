@@ -17,6 +17,7 @@ from triptych.errors import StorageFailed
 from triptych.ids import RequestId
 from triptych.server.acceptance import Order, entry_of, note_of, revive
 from triptych.server.archive import Archive, DiskArchive, NoArchive, Remembered
+from triptych.server.disposal import Disposal
 from triptych.server.idempotency import IdempotencyKey, Keys
 from triptych.server.media_remote import RemoteMedia
 from triptych.server.media_store import LocalMedia, MediaStore
@@ -48,6 +49,9 @@ class Keeper:
         self.records = Records(config.retained_jobs, self._forget, retained_bytes=config.retained_bytes)
         self.saved = SavedFiles(self.records, config.output_dir, config.state_dir, self.note)
         self.keys = Keys()
+        self._disposal = Disposal(
+            lambda files: self.in_thread(self._media.remove, files), self._archive.forget, time.monotonic
+        )
 
     # -- life --------------------------------------------------------------------------------------------------
 
@@ -125,7 +129,7 @@ class Keeper:
         if entry.key:
             self.keys.remember(entry.key, accepted.digest, entry.id)
         if entry.ended and entry.view.state is not JobState.DONE and entry.files:
-            self.spawn(self._quietly(self.in_thread(self._media.remove, entry.files)))
+            self.spawn(self._disposal.clear(entry.id, entry.files, rows=False))
             entry.files = ()
         self.records.add(entry)
         if not entry.ended:
@@ -149,7 +153,7 @@ class Keeper:
         stored = await self.in_thread(self._media.store, request, files)
         entry = self.records.find(request)
         if entry is None or entry.ended:  # cancelled or deleted while its files were being written
-            await self.in_thread(self._media.remove, stored)
+            await self._disposal.clear(request, stored, rows=False)
             return
         entry.files = stored
         notes = tuple(note_of(file) for file in stored)
@@ -157,23 +161,25 @@ class Keeper:
         await self.settle()  # the decoder forgets its copy after this
         if entry.ended and entry.files:
             entry.files = ()
-            await self.in_thread(self._media.remove, stored)
+            await self._disposal.clear(request, stored, rows=False)
 
     def free_key(self, entry: Entry) -> None:
         """Have the key of a job that is being deleted stand for nothing: the same request again is a new one."""
         self.keys.forget(entry.key, entry.id)
 
     async def erase(self, entry: Entry) -> None:
-        """Delete everything of a job. What a killed server did not finish of it is finished by the next one."""
+        """Delete everything of a job, now or when its store can be reached; the next server ends what a killed one has
+        begun."""
         self.records.remove(entry)
         self.free_key(entry)
         self.note(Deleting(request=entry.id))
         await self.settle()
-        await self.in_thread(self._media.remove, entry.files)
-        await self._archive.forget(entry.id)
+        await self._disposal.clear(entry.id, entry.files, rows=True)
 
     def expire(self) -> None:
-        """Forget what is older than is to be kept."""
+        """Forget what is older than is to be kept, and delete what could not be deleted before."""
+        if self._disposal.due:
+            self.spawn(self._disposal.retry())
         if self._config.retained_seconds is not None:
             self.records.expire(time.time() - self._config.retained_seconds)
 
@@ -207,7 +213,7 @@ class Keeper:
             self.spawn(self._quietly(self.saved.ensure(entry.id)))
 
     def _forget(self, entry: Entry) -> None:
-        self.spawn(self._quietly(self.erase(entry)))
+        self.spawn(self.erase(entry))
 
     async def _quietly(self, work: Awaitable[object]) -> None:
         try:
