@@ -127,6 +127,8 @@ def run_transfer_bench(
     """
     if not sizes or min(sizes) <= 0 or rounds <= 0:
         raise ConfigError(f"sizes={list(sizes)}, rounds={rounds}: must be greater than 0")
+    if device is not None and device.startswith("cuda") and not torch.cuda.is_available():
+        raise ConfigError(f"device={device!r}: this machine has no CUDA GPU")
     with contextlib.ExitStack() as stack:
         ways: dict[str, Way] = {}
         if device is None:
@@ -232,6 +234,10 @@ def _plane(kind: TransferKind, pool_bytes: int, device: str | None) -> Generator
             manifest = plane.stage(RequestId("bench"), Payload(tree=b"", tensors=(own,)))
             return time.perf_counter() - started, manifest
 
+        def check(plane: str) -> None:
+            if plane != kind:
+                raise StageError(f"asked for {kind}, but the pull went by {plane}")
+
         _, manifest = stage()
 
         def whole() -> tuple[float, ...]:
@@ -242,6 +248,7 @@ def _plane(kind: TransferKind, pool_bytes: int, device: str | None) -> Generator
             started = time.perf_counter()
             pulled = plane.pull(manifest, deadline=deadline, cancelled=lambda: False)
             there = time.perf_counter()
+            check(pulled.plane)
             [tensor.to(device, non_blocking=True) for tensor in pulled.payload.tensors]
             wait_for(device)
             return staging, there - started, time.perf_counter() - there
@@ -251,8 +258,7 @@ def _plane(kind: TransferKind, pool_bytes: int, device: str | None) -> Generator
             started = time.perf_counter()
             pulled = plane.pull(manifest, deadline=deadline, cancelled=lambda: False)
             took = time.perf_counter() - started
-            if pulled.plane != kind:
-                raise StageError(f"asked for {kind}, but the pull went by {pulled.plane}")
+            check(pulled.plane)
             return (took,)
 
         return move if device is None else whole
