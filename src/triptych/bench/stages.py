@@ -1,6 +1,8 @@
 """One denoiser forward and one VAE decode at a real size: stock Diffusers against each profile, in one run.
 
-Random weights from `triptych.bench.synth`: times do not depend on the values.
+Random weights from `triptych.bench.synth`: times do not depend on the values. Errors of the denoiser and of the VAE are
+those of one call against stock Diffusers in float32, of the same weights and inputs; lossless is what has an error no
+larger than stock Diffusers has in bfloat16.
 """
 
 from __future__ import annotations
@@ -8,9 +10,10 @@ from __future__ import annotations
 import argparse
 import statistics
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from rich.console import Console
@@ -29,7 +32,8 @@ _PEAK_TFLOPS = 743.0
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Row:
-    """One measured line. ``error`` is the relative error (Frobenius norm) against the float32 or stock result."""
+    """One measured line. ``error`` is the relative error (Frobenius norm) against stock Diffusers in float32; that of
+    the text encoder is against stock in bfloat16."""
 
     stage: str
     variant: str
@@ -78,12 +82,19 @@ def _text_encoder(name: str, repeats: int) -> Iterator[Row]:
         stock_seconds = stock_seconds or seconds
         yield Row(
             stage="text encoder", variant=variant, seconds=seconds, ratio=stock_seconds / seconds, floor_share=None,
-            error=None if variant == "stock" else _relative(output, reference), peak_gib=peak,
+            error=None if variant == "stock" else relative(output, reference), peak_gib=peak,
         )  # fmt: skip
     torch.cuda.empty_cache()
 
 
-def _inputs(name: str, shape: Shape, device: torch.device) -> Callable[[Any], torch.Tensor]:
+class _Forward(Protocol):
+    def __call__(self, model: Any, dtype: torch.dtype = torch.bfloat16) -> torch.Tensor:
+        """What ``model`` gives for the inputs, which are bfloat16 numbers, as ``dtype``."""
+        ...
+
+
+def forward_of(name: str, shape: Shape, device: torch.device) -> _Forward:
+    """A denoiser's forward on random inputs of that size and shape, always the same ones."""
     frames, height, width = 1 + (shape.frames - 1) // 4, shape.height // 8, shape.width // 8
     options: dict[str, Any] = {"device": device, "dtype": torch.bfloat16}
     generator = torch.Generator(device).manual_seed(1)
@@ -92,29 +103,57 @@ def _inputs(name: str, shape: Shape, device: torch.device) -> Callable[[Any], to
         text = torch.randn(1, 256, 3584, generator=generator, **options)
         time_step = torch.tensor([0.5], **options)
         grid = [[(1, height // 2, width // 2)]]
-        return lambda model: model(
-            hidden_states=tokens, timestep=time_step, encoder_hidden_states=text, img_shapes=grid, return_dict=False
+        return lambda model, dtype=torch.bfloat16: model(
+            hidden_states=tokens.to(dtype),
+            timestep=time_step.to(dtype),
+            encoder_hidden_states=text.to(dtype),
+            img_shapes=grid,
+            return_dict=False,
         )[0]
     channels = 36 if "i2v" in name else 16
     latents = torch.randn(1, channels, frames, height, width, generator=generator, **options)
     text = torch.randn(1, 512, 4096, generator=generator, **options)
     image = torch.randn(1, 257, 1280, generator=generator, **options) if channels == 36 else None
     time_step = torch.tensor([500.0], device=device)
-    return lambda model: model(latents, time_step, text, image, return_dict=False)[0]
+    return lambda model, dtype=torch.bfloat16: model(
+        latents.to(dtype), time_step, text.to(dtype), None if image is None else image.to(dtype), return_dict=False
+    )[0]
+
+
+def exact_forward(name: str, forward: _Forward, device: torch.device) -> torch.Tensor:
+    """What the stock denoiser gives in float32, on the CPU: with the weights that `build` makes in bfloat16, and no
+    product rounded to fewer bits."""
+    model = synth.build(name, "transformer", device, torch.bfloat16).float()
+    with _all_bits():
+        output = forward(model, torch.float32).cpu()
+    del model
+    torch.cuda.empty_cache()
+    return output
+
+
+@contextmanager
+def _all_bits() -> Generator[None]:
+    """Convolutions and matrix products of float32 without TF32."""
+    precision = torch.get_float32_matmul_precision()
+    torch.set_float32_matmul_precision("highest")
+    try:
+        with torch.backends.cudnn.flags(enabled=True, allow_tf32=False):
+            yield
+    finally:
+        torch.set_float32_matmul_precision(precision)
 
 
 def _denoiser(name: str, shape: Shape, profiles: tuple[Profile, ...], repeats: int) -> Iterator[Row]:
     device = torch.device("cuda")
-    call = _inputs(name, shape, device)
-    stock_seconds, reference = 0.0, torch.empty(0)
+    call = forward_of(name, shape, device)
+    reference, stock_seconds = exact_forward(name, call, device), 0.0
     order: tuple[Profile, ...] = ("stock", *profiles)
     for profile in order:
         model = synth.build(name, "transformer", device, torch.bfloat16)
         accelerate({"transformer": model}, device=device, dtype=torch.bfloat16, profile=profile)
         output, first = _first(lambda model=model: call(model))
         seconds, peak = _measure(lambda model=model: call(model), repeats)
-        if profile == "stock":
-            stock_seconds, reference = seconds, output
+        stock_seconds = stock_seconds or seconds
         work = _wan_tflop(model, shape) if name.startswith("wan") else None
         yield Row(
             stage="denoiser forward",
@@ -122,7 +161,7 @@ def _denoiser(name: str, shape: Shape, profiles: tuple[Profile, ...], repeats: i
             seconds=seconds,
             ratio=stock_seconds / seconds,
             floor_share=None if work is None else work / _PEAK_TFLOPS / seconds,
-            error=_relative(output, reference) if profile != "stock" else None,
+            error=relative(output.cpu(), reference),
             peak_gib=peak,
             first=first,
         )
@@ -136,7 +175,8 @@ def _decoder(name: str, shape: Shape, profiles: tuple[Profile, ...], repeats: in
         1, 16, 1 + (shape.frames - 1) // 4, shape.height // 8, shape.width // 8, device=device, dtype=torch.bfloat16
     )
     exact: Any = synth.build(name, "vae", device, torch.float32)
-    reference = exact.decode(latents.float(), return_dict=False)[0].cpu()
+    with _all_bits():
+        reference = exact.decode(latents.float(), return_dict=False)[0].cpu()
     del exact
     torch.cuda.empty_cache()
     stock_seconds = 0.0
@@ -153,7 +193,7 @@ def _decoder(name: str, shape: Shape, profiles: tuple[Profile, ...], repeats: in
             seconds=seconds,
             ratio=stock_seconds / seconds,
             floor_share=None,
-            error=_relative(output.cpu(), reference),
+            error=relative(output.cpu(), reference),
             peak_gib=peak,
             first=first,
         )
@@ -193,7 +233,8 @@ def _wan_tflop(model: Any, shape: Shape) -> float:
     return config.num_layers * (attention + linear) / 1e12
 
 
-def _relative(output: torch.Tensor, reference: torch.Tensor) -> float:
+def relative(output: torch.Tensor, reference: torch.Tensor) -> float:
+    """Of two results, the difference over the reference (Frobenius norm)."""
     return ((output.float() - reference.float()).norm() / reference.float().norm()).item()
 
 
@@ -231,7 +272,10 @@ def main(argv: Sequence[str]) -> int:
     rows: list[Row] = []
     for row in run(args.size, parse_shape("--shape", args.shape), _profiles(args.profiles), args.repeats, stages):
         rows.append(row)
-        print(f"{row.stage}, {row.variant}: {row.seconds * 1e3:.1f} ms, first call {row.first:.1f} s", flush=True)
+        error = "" if row.error is None else f", relative error {row.error:.2e}"
+        print(
+            f"{row.stage}, {row.variant}: {row.seconds * 1e3:.1f} ms, first call {row.first:.1f} s{error}", flush=True
+        )
     print_rows(rows, f"{args.size}, {args.shape}, {torch.cuda.get_device_name()}, torch {torch.__version__}")
     return 0
 
