@@ -16,6 +16,7 @@ from PIL import Image
 
 from triptych.api.app import create_app
 from triptych.config import ServerConfig
+from triptych.ids import Role
 from triptych.server.service import DiffusionService, JobRecord
 from triptych.wire.schema import HandoffSize, Param, RequestSchema
 
@@ -394,12 +395,23 @@ async def test_a_body_without_a_length_is_refused_while_it_streams(door: Door, k
 
 async def test_what_no_pool_can_hold_is_refused_with_both_sizes(tmp_path: Path, monkeypatch: Any) -> None:
     door = Door(tmp_path, msgspec.structs.replace(
-        SCHEMA, handoff=HandoffSize(channels=16, spatial=8, temporal=4, item_bytes=4, text_bytes=1000)
+        SCHEMA, handoff=HandoffSize(channels=16, spatial=8, temporal=4, item_bytes=4)
     ))  # fmt: skip
-    monkeypatch.setattr(door.service, "largest_pool", lambda: 200_000)
+    monkeypatch.setattr(door.service, "largest_pool", {Role.ENCODER: 300_000, Role.DENOISER: 200_000}.get)
     response = await door.http.post("/v1/videos", json={"prompt": "a", "size": "256x256"})
     needed = 4 * 16 * 5 * 32 * 32
-    await door.refuses(response, 413, "size", [str(needed), "200000"])
+    await door.refuses(response, 413, "size", ["denoiser", str(needed), "200000"])
+
+
+async def test_a_picture_that_the_encoder_could_not_hand_on_is_refused_before_it_is_encoded(
+    tmp_path: Path, monkeypatch: Any
+) -> None:
+    door = Door(tmp_path, msgspec.structs.replace(
+        SCHEMA, handoff=HandoffSize(channels=16, condition_channels=20, spatial=8, temporal=4, item_bytes=4)
+    ))  # fmt: skip
+    monkeypatch.setattr(door.service, "largest_pool", {Role.ENCODER: 400_000, Role.DENOISER: 400_000}.get)
+    response = await door.http.post("/v1/videos", json={"prompt": "a", "size": "256x256"})
+    await door.refuses(response, 413, "size", ["encoder", str(4 * 20 * 5 * 32 * 32), "400000"])
 
 
 @pytest.mark.parametrize(

@@ -12,7 +12,7 @@ from triptych.wire.schema import HandoffSize
 from .harness import SCHEMA
 
 VIDEO = {"height": 480, "width": 832, "num_frames": 81, "num_inference_steps": 50, "guidance_scale": 5.0}
-LATENTS = HandoffSize(channels=16, spatial=8, temporal=4, item_bytes=2, text_bytes=0)
+LATENTS = HandoffSize(channels=16, spatial=8, temporal=4, item_bytes=2)
 
 
 def test_a_size_is_steps_times_branches_times_latent_positions() -> None:

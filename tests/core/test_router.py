@@ -560,9 +560,7 @@ BIG = {"height": 64, "width": 64, "num_frames": 5}
 
 def pools_of(*sizes: int) -> Bench:
     """Denoisers with such transfer pools, and one encoder."""
-    schema = msgspec.structs.replace(
-        SCHEMA, handoff=HandoffSize(channels=16, spatial=8, temporal=4, item_bytes=4, text_bytes=0)
-    )
+    schema = msgspec.structs.replace(SCHEMA, handoff=HandoffSize(channels=16, spatial=8, temporal=4, item_bytes=4))
     bench = Bench()
     bench.join("encoder", slots=8, schema=schema)
     for number, size in enumerate(sizes):
@@ -583,6 +581,19 @@ def test_latents_are_denoised_where_the_pool_can_hold_them_and_others_pass_them_
     assert bench.run("denoiser-1").lease == lease(next_big, D)
 
 
+def test_what_an_encoder_makes_of_a_picture_is_made_where_the_pool_can_hold_it() -> None:
+    schema = msgspec.structs.replace(
+        SCHEMA, handoff=HandoffSize(channels=1, condition_channels=16, spatial=8, temporal=4, item_bytes=4)
+    )
+    bench = Bench()
+    for number, size in enumerate((8_191, 8_192)):
+        bench.join(f"encoder-{number}", slots=2, pool_bytes=size, schema=schema)
+    bench.submit("small")
+    for name in ("big", "next"):
+        request = bench.submit(name, **BIG)
+        assert bench.run("encoder-1").lease == lease(request, E)
+
+
 def test_latents_that_no_live_pool_can_hold_wait_for_one_and_the_timeout_says_so() -> None:
     bench = pools_of(8_191)
     lucky = bench.submit("lucky", **BIG)
@@ -594,5 +605,5 @@ def test_latents_that_no_live_pool_can_hold_wait_for_one_and_the_timeout_says_so
     bench.wait(601)
     error = bench.view(lucky).error
     assert error is not None
-    assert "take 8192 bytes" in error.message
+    assert "takes 8192 bytes" in error.message
     assert "has 8191" in error.message

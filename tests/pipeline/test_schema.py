@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import json
 import shutil
 from collections.abc import Callable
@@ -9,8 +10,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from PIL import Image
 
 from triptych.config import ModelConfig
+from triptych.core.cost import staged_bytes
 from triptych.errors import BadRequest, ConfigError, ModelError
 from triptych.ids import ROLES, Role
 from triptych.models import EMBEDDED
@@ -124,17 +127,24 @@ def test_image_to_video_needs_an_image_and_a_fixed_text_length(loaded: Get) -> N
     assert count.maximum == 1
 
 
-def test_handoff_bounds_what_crosses(loaded: Get) -> None:
+def test_what_an_encoder_makes_of_a_picture_is_foretold(loaded: Get) -> None:
+    schema = loaded("wan_i2v").schema
+    assert schema.handoff is not None
+    assert (schema.handoff.channels, schema.handoff.condition_channels) == (16, 20)
+    params = {"prompt": "a", "height": 64, "width": 64, "num_frames": 9, "image": {"blob": 0}}
+    picture = io.BytesIO()
+    Image.new("RGB", (64, 64)).save(picture, "PNG")
+    result = loaded("wan_i2v").start(Role.ENCODER, params, [], (picture.getvalue(),)).advance()
+    assert result is not None
+    sizes = [tensor.nbytes for output in result.outputs for tensor in output.tensors]
+    assert staged_bytes(schema, params, Role.ENCODER) in sizes
+
+
+def test_the_latents_that_cross_are_described(loaded: Get) -> None:
     handoff = loaded("wan_t2v").schema.handoff
     assert handoff is not None
     assert (handoff.channels, handoff.spatial, handoff.temporal) == (16, 8, 4)
-    run = loaded("wan_t2v").start(
-        Role.ENCODER, {"prompt": "a", "height": 32, "width": 32, "num_frames": 5, "max_sequence_length": 512}, [], ()
-    )
-    result = run.advance()
-    assert result is not None
-    crossing = sum(tensor.nbytes for output in result.outputs for tensor in output.tensors)
-    assert 0 < crossing <= handoff.text_bytes
+    assert handoff.condition_channels == 0
 
 
 @pytest.mark.parametrize(

@@ -51,7 +51,7 @@ class Desk:
         refuse_repeated(body)
         timeouts, body = read_timeouts(body, self._config)
         order = await to_thread.run_sync(read_order, schema, body, output)
-        check_handoff(schema, order.params, self._service.largest_pool())
+        check_handoff(schema, order.params, self._service.largest_pool)
         return replace(order, timeouts=timeouts)
 
     async def submit(

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import re
 import secrets
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Final, Literal, TypeAlias
 
@@ -19,8 +19,9 @@ from triptych.api.errors import BodyTooLarge, ModelNotFound
 from triptych.api.pictures import clean_picture
 from triptych.api.timeouts import TIMEOUTS, Timeouts
 from triptych.api.validation import bounded, check, check_sides, nearest, read_number, read_text, refuse, unknown_field
-from triptych.core.cost import latent_bytes
+from triptych.core.cost import staged_bytes
 from triptych.errors import BadRequest
+from triptych.ids import Role
 from triptych.wire.schema import Param, RequestSchema
 
 Output: TypeAlias = Literal["video", "image"]
@@ -303,15 +304,17 @@ def _complete(schema: RequestSchema, values: dict[str, Any], output: Output) -> 
     return {**values, **fixed}
 
 
-def check_handoff(schema: RequestSchema, params: Mapping[str, Any], pool_bytes: int | None) -> None:
-    """Refuse latents that no denoiser's transfer pool could hold, the largest of which has ``pool_bytes``.
+def check_handoff(schema: RequestSchema, params: Mapping[str, Any], largest_pool: Callable[[Role], int | None]) -> None:
+    """Refuse a request of which a stage makes more than any transfer pool of its role could hold.
 
-    Nothing is said while either size is unknown. Latents are what grows with a request; an instance refuses the rest.
+    Nothing is said while either size is unknown. What counts is what grows with a request; an instance refuses the
+    rest. A pool needs no room for what its instance pulls.
     """
-    needed = latent_bytes(schema, params)
-    if pool_bytes is not None and needed > pool_bytes:
-        raise BodyTooLarge(
-            "size",
-            f"the latents of this request take {needed} bytes; the largest transfer pool of a denoiser has "
-            f"{pool_bytes} (--disagg-transfer-pool-size): ask for fewer frames or pixels",
-        )
+    for role in (Role.ENCODER, Role.DENOISER):
+        needed, pool_bytes = staged_bytes(schema, params, role), largest_pool(role)
+        if pool_bytes is not None and needed > pool_bytes:
+            raise BodyTooLarge(
+                "size",
+                f"the output of the {role} takes {needed} bytes for this request; the largest transfer pool of an "
+                f"instance of that role has {pool_bytes} (--disagg-transfer-pool-size): ask for fewer frames or pixels",
+            )

@@ -71,14 +71,23 @@ def size_of(schema: RequestSchema | None, params: Mapping[str, Any]) -> Size:
     )
 
 
-def latent_bytes(schema: RequestSchema, params: Mapping[str, Any]) -> int:
-    """Bytes of a validated request's latents in the pool of the denoiser that makes them; 0 when that is not known."""
-    handoff = schema.handoff
+def staged_bytes(schema: RequestSchema | None, params: Mapping[str, Any], role: Role) -> int:
+    """Bytes of what a stage of a validated request puts into its pool and grows with the request; 0 when unknown."""
+    handoff = None if schema is None else schema.handoff
     if handoff is None or not {"height", "width"} <= params.keys():
         return 0
     frames = 1 + (_number(params, "num_frames") - 1) // handoff.temporal
     area = (_number(params, "height") // handoff.spatial) * (_number(params, "width") // handoff.spatial)
-    return handoff.item_bytes * handoff.channels * frames * area * _number(params, "n")
+    one = handoff.item_bytes * frames * area
+    match role:
+        case Role.ENCODER:
+            return one * handoff.condition_channels
+        case Role.DENOISER:
+            return one * handoff.channels * _number(params, "n")
+        case Role.DECODER:
+            return 0
+        case _:
+            assert_never(role)
 
 
 def _number(params: Mapping[str, Any], name: str) -> int:

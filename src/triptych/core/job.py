@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 from math import inf
 from typing import Any
 
-from triptych.core.cost import Size, latent_bytes
+from triptych.core.cost import Size, staged_bytes
 from triptych.core.events import JobState, JobView, StageTiming
 from triptych.core.states import COUNTS_AS_RUNNING, COUNTS_AS_WAITING, transition
 from triptych.ids import ROLES, CopyId, Epoch, InstanceId, RequestId, Role
@@ -164,8 +164,8 @@ class Job:
     """Until it is None, the request stands in no queue."""
     size: Size | None = None
     """What its cost depends on; None until somebody asks."""
-    latents: int | None = None
-    """Bytes that its denoiser will stage; see `latent_bytes`."""
+    stages: dict[Role, int] = field(default_factory=dict[Role, int])
+    """Bytes that its stages will put into their pools; see `staged_bytes`."""
     step: int = 0
     steps: int = 0
     outputs: dict[Role, tuple[tuple[CopyId, Role], ...]] = field(
@@ -190,11 +190,11 @@ class Job:
     """Instances that failed the present stage."""
     timings: list[StageTiming] = field(default_factory=list[StageTiming])
 
-    def latent_bytes(self, schema: RequestSchema | None) -> int:
-        """Bytes that its denoiser will stage, as far as ``schema`` tells before; else 0."""
-        if self.latents is None and schema is not None:
-            self.latents = latent_bytes(schema, self.params)
-        return self.latents or 0
+    def staged_bytes(self, schema: RequestSchema | None, role: Role) -> int:
+        """Bytes that its stage of ``role`` will put into its pool, as far as ``schema`` tells before; else 0."""
+        if role not in self.stages and schema is not None:
+            self.stages[role] = staged_bytes(schema, self.params, role)
+        return self.stages.get(role, 0)
 
     def move(self, state: JobState, now: float) -> None:
         """Enter ``state``, closing the clock of the old one. Raises `IllegalTransition` and changes nothing."""

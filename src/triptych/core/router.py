@@ -191,7 +191,7 @@ class Router:
 
     def _choose(self, job: Job, role: Role) -> Member | None:
         """The instance for a stage; None when only instances have room that failed it while another one lives, or whose
-        pools could not hold its latents.
+        pools could not hold its output.
 
         An instance that fails at once is always free: without this rule it would draw and fail every request. For the
         same reason one in quarantine gets nothing unless there is no other.
@@ -210,8 +210,7 @@ class Router:
             candidates = unblamed or candidates
         if job.faults and job.kills:  # two of these side by side, and nobody could say which one an instance died of
             candidates = [member for member in candidates if not member.holds_suspect]
-        if role is Role.DENOISER:
-            needed = job.latent_bytes(ledger.schema)
+        if needed := job.staged_bytes(ledger.schema, role):
             candidates = [member for member in candidates if member.hello.pool_bytes >= needed]
         if not candidates:
             return None

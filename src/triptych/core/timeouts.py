@@ -6,7 +6,6 @@ from triptych.core.events import JobState
 from triptych.core.job import Job
 from triptych.core.ledger import Ledger
 from triptych.core.states import COUNTS_AS_RUNNING
-from triptych.ids import Role
 from triptych.wire.messages import ErrorInfo, replace
 
 
@@ -33,9 +32,9 @@ def _error(ledger: Ledger, job: Job) -> ErrorInfo:
         message += f"; no live {job.role} instance: " + (f"the last one was {reason}" if reason else "none has joined")
         return ErrorInfo(code="queue_timeout", message=message, blame="operator")
     largest = max(member.hello.pool_bytes for member in ledger.serving[job.role].values())
-    needed = job.latent_bytes(ledger.schema)
-    if job.role is Role.DENOISER and needed > largest:
-        message += f"; its latents take {needed} bytes, the largest transfer pool of the live denoisers has {largest}"
+    needed = job.staged_bytes(ledger.schema, job.role)
+    if needed > largest:
+        message += f"; its output takes {needed} bytes, the largest transfer pool of the live {job.role}s has {largest}"
         return ErrorInfo(code="queue_timeout", message=message, blame="operator")
     if job.grant is not None:
         message += f"; leased to {job.grant.instance}, which has not started it"

@@ -69,6 +69,9 @@ class Family:
     """The text block leaves its negative embeddings unset when its guider is off, so the guider stays on there."""
     text_length: int | None = None
     """The transformer finds the image's tokens behind exactly so many of the text, so no other length is legal."""
+    conditions: bool = False
+    """The encoder hands on what it makes of the picture in the latents' shape, in as many channels as the transformer
+    takes beyond them."""
     streams: bool = False
     """The decoder's last word is what its VAE decodes, so frames can be handed on while later ones are decoded."""
     latent_patch: int = 2
@@ -107,6 +110,7 @@ _WAN_I2V = replace(
     _WAN,
     preset=replace(_WAN.preset, num_inference_steps=40, max_n=1),
     text_length=512,
+    conditions=True,
     # The block that crops the last picture takes height for width, and needs torchvision.
     pictures=Pictures(
         pair_setting="pos_embed_seq_len", as_given={"last_image_resize": ("last_image", "resized_last_image")}
@@ -155,7 +159,9 @@ FAMILIES: dict[str, Family] = {
     "WanModularPipeline": _WAN,
     "WanImage2VideoModularPipeline": _WAN_I2V,
     "Wan22ModularPipeline": _WAN22,
-    "Wan22Image2VideoModularPipeline": replace(_WAN22, preset=replace(_WAN22.preset, guidance_scale=3.5)),
+    "Wan22Image2VideoModularPipeline": replace(
+        _WAN22, preset=replace(_WAN22.preset, guidance_scale=3.5), conditions=True
+    ),
     "WanVACEPipeline": Family(
         preset=_WAN.preset,
         pictures=Pictures(references=MANY_PICTURES, clips={"video": False, "mask": False}),

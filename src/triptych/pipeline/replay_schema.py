@@ -15,7 +15,7 @@ from triptych.pipeline.families import Preset, family_of
 from triptych.pipeline.names import COUNT_INPUTS, GUIDANCE, LAST, MASK, SPATIAL, TEMPORAL, TRUE_GUIDANCE, factor
 from triptych.pipeline.request import first_state
 from triptych.pipeline.schema import Settings, build_schema
-from triptych.wire.schema import HandoffSize, Param, RequestSchema
+from triptych.wire.schema import Param, RequestSchema
 
 ALIASES: dict[str, tuple[str, ...]] = {
     GUIDANCE: (GUIDANCE, "max_guidance_scale", "distilled_guidance_scale", TRUE_GUIDANCE),
@@ -92,9 +92,7 @@ def build_replay_schema(
                        description="The same for the second transformer; None is guidance_scale.")  # fmt: skip
         schema = msgspec.structs.replace(schema, params=(*schema.params, second))
     params = tuple(_adapted(param, multiple) for param in schema.params if param.name != "prompt" or "prompt" in given)
-    return msgspec.structs.replace(
-        schema, split="replay", task=anatomy.task, params=params, handoff=_handoff(schema.handoff, schema.params, given)
-    )
+    return msgspec.structs.replace(schema, split="replay", task=anatomy.task, params=params)
 
 
 def _names(anatomy: Anatomy) -> dict[str, Any]:
@@ -213,11 +211,3 @@ def _adapted(param: Param, multiple: int) -> Param:
         maximum=most - most % multiple,
         default=max(multiple, default - default % multiple),
     )
-
-
-def _handoff(handoff: HandoffSize | None, params: Sequence[Param], given: frozenset[str]) -> HandoffSize | None:
-    """Room for the picture itself, which travels to the roles that replay."""
-    if handoff is None or "image" not in given:
-        return handoff
-    side = max(int(param.maximum or 0) for param in params if param.name in ("height", "width"))
-    return msgspec.structs.replace(handoff, text_bytes=handoff.text_bytes + 3 * side * side)

@@ -31,8 +31,6 @@ SETTINGS = "triptych.json"
 
 MAX_SEED = float(2**63 - 1)
 _ITEM_BYTES = 4
-_SLACK = 1 << 16
-"""Room for the random generator, masks and alignment."""
 
 MAX_PROMPT = 32_768
 """Characters; the tokenizer cuts at max_sequence_length anyway."""
@@ -126,19 +124,15 @@ class _Builder:
         return self._limit("max_pixels")
 
     def handoff(self) -> HandoffSize:
-        """Bounds of the tensors that cross: latents (with image conditions), and embeddings of two prompts."""
+        """Size of the tensors that cross and grow with a request."""
         channels = self._fact("num_channels_latents", 16)
-        if "image" in self._parts.given:
-            channels = max(channels, int(_config(self._whole, "transformer", "in_channels") or channels))
-        text = next((int(p.maximum or 0) for p in self._sequence_length()), 512)
-        width = sum(_hidden_size(component) for component in self._whole.components.values())
-        picture = sum(_picture_size(component) for component in self._whole.components.values())
+        conditions = _config(self._whole, "transformer", "in_channels") - channels if self._family.conditions else 0
         return HandoffSize(
             channels=channels,
+            condition_channels=conditions,
             spatial=self._spatial,
             temporal=self._temporal,
             item_bytes=_ITEM_BYTES,
-            text_bytes=_ITEM_BYTES * (2 * text * width + picture) + _SLACK,
         )
 
     # -- single parameters ----------------------------------------------------------------------------------------
@@ -357,26 +351,6 @@ def _preset(preset: Preset, name: str) -> Any:
 
 def _config(pipeline: Any, component: str, key: str) -> Any:
     return getattr(getattr(getattr(pipeline, component, None), "config", None), key, None)
-
-
-def _picture_size(component: Any) -> int:
-    """Numbers in an image encoder's output: one vector a patch, and one for the whole."""
-    config = getattr(component, "config", None)
-    side, patch, width = (getattr(config, name, None) for name in ("image_size", "patch_size", "hidden_size"))
-    if not (isinstance(side, int) and isinstance(patch, int) and isinstance(width, int)):
-        return 0
-    return ((side // patch) ** 2 + 1) * width
-
-
-def _hidden_size(component: Any) -> int:
-    """Width of a text encoder's output; 0 for anything else."""
-    config = getattr(component, "config", None)
-    config = getattr(config, "text_config", config)
-    for name in ("d_model", "hidden_size"):
-        value = getattr(config, name, None)
-        if isinstance(value, int):
-            return value
-    return 0
 
 
 def _numbers(file: Path, section: str, entries: Any, known: tuple[str, ...]) -> dict[str, Any]:

@@ -285,9 +285,9 @@ class DiffusionService:
         """What the model accepts; None until an encoder has said hello."""
         return self._router.schema
 
-    def largest_pool(self) -> int | None:
-        """Bytes of the largest transfer pool that latents can be made in; None while there is no denoiser."""
-        return max((i.pool_bytes for i in self._router.instances() if Role.DENOISER in i.roles), default=None)
+    def largest_pool(self, role: Role) -> int | None:
+        """Bytes of the largest transfer pool of a role's instances; None while there is none."""
+        return max((i.pool_bytes for i in self._router.instances() if role in i.roles), default=None)
 
     def outlook(self, id: RequestId) -> Outlook:
         """When the job will start and end, as far as that is known."""

@@ -38,17 +38,17 @@ class Param(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
 
 
 class HandoffSize(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """How many bytes a request's boundary tensors take, so that the door can refuse what no pool can hold.
-
-    latents: ``item_bytes * channels * (1 + (frames - 1) // temporal) * (height // spatial) * (width // spatial)``;
-    text: ``text_bytes`` at most, whatever the prompt.
+    """How many bytes those boundary tensors take that grow with a request, so that the door can refuse what no pool can
+    hold: ``item_bytes * channels * (1 + (frames - 1) // temporal) * (height // spatial) * (width // spatial)``.
     """
 
     channels: int
+    """Of the latents that the denoiser makes."""
+    condition_channels: int = 0
+    """Of what the encoder makes of a picture in the shape of the latents; 0 where it makes nothing of that kind."""
     spatial: int
     temporal: int
     item_bytes: int
-    text_bytes: int
 
 
 class RequestSchema(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
