@@ -70,7 +70,8 @@ def load_cold(
         return load_modular(loading, folder, index)
     _check_replayable(loading, index["_class_name"])
     replayed = load_replay(loading, index)
-    return replayed, lambda own: rehearse(own, None, model.warmup, denoisers=1, tally=loading.tally)
+    # A classic pipeline computes its branches in one forward.
+    return replayed, lambda own: rehearse(own, None, model.warmup, denoisers=1, tally=loading.tally, unguided=True)
 
 
 def _check_replayable(loading: Loading, kind: str) -> None:

@@ -122,7 +122,8 @@ class _Plan:
         denoisers = sum(name.startswith("transformer") for name in loaded)
         if self._batcher is not None:
             self._batcher.profiling = True
-        rehearse(own, before, shapes, denoisers=denoisers, tally=loading.tally)
+        unguided = self._shares.unguided_differs
+        rehearse(own, before, shapes, denoisers=denoisers, tally=loading.tally, unguided=unguided)
         if self._batcher is not None:
             self._batcher.profiling = False
 

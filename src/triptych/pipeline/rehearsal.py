@@ -44,13 +44,19 @@ _STEPS_OF_TWO = 4
 
 
 def rehearse(
-    own: RolePipeline, before: RolePipeline | None, shapes: Sequence[Shape], *, denoisers: int, tally: Tally
+    own: RolePipeline,
+    before: RolePipeline | None,
+    shapes: Sequence[Shape],
+    *,
+    denoisers: int,
+    tally: Tally,
+    unguided: bool,
 ) -> None:
     """Run one request of each shape through ``own`` roles; the roles before them run in ``before``.
 
     Two prompts are used where their embeddings differ in length: what is compiled for two lengths is good for all. A
-    pipeline that computes its branches of guidance in one forward runs once more without guidance, where forwards are
-    smaller. Raises `ConfigError` for a shape that the model cannot have.
+    model whose forwards have other sizes without guidance (``unguided``) runs once more without it.
+    Raises `ConfigError` for a shape that the model cannot have.
     """
     for shape in shapes:
         compilations, begun = tally.compilations, time.perf_counter()
@@ -62,7 +68,7 @@ def rehearse(
                 if rest.sizes not in lengths:
                     lengths.append(rest.sizes)
                     rest.run(own, before)
-            if off := _guidance_off(own.schema):
+            if unguided and (off := _guidance_off(own.schema)):
                 params = _params(own.schema, shape, _UNGUIDED_STEPS) | {"prompt": _PROMPTS[0], **off}
                 _encoded(own, before, shape, params).run(own, before)
         except (BadRequest, StageError) as error:
@@ -129,10 +135,7 @@ def _params(schema: RequestSchema, shape: Shape, steps: int) -> dict[str, Any]:
 
 
 def _guidance_off(schema: RequestSchema) -> dict[str, float]:
-    """What turns guidance off in a pipeline that joins its branches and guides by itself; nothing for others. The loop
-    of a modular pipeline computes branch by branch, of which one alone is none that was not seen."""
-    if schema.split == "modular":
-        return {}
+    """What turns guidance off; nothing for a model that has none, or none by itself."""
     scales = {p.name: (p.default, p.off) for p in schema.params if p.off is not None}
     guided = any(default is not None and default != off for default, off in scales.values())
     return {name: off for name, (_, off) in scales.items()} if guided else {}

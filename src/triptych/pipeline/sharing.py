@@ -46,6 +46,12 @@ class Shares:
         if team.wish.decoder_tp > 1:
             self._others.append(PictureSharing(team, present, components))
 
+    @property
+    def unguided_differs(self) -> bool:
+        """Whether a rank computes other sizes where a request has no guidance, whose branches would be shared."""
+        degrees = None if self._denoiser is None else self._denoiser.degrees
+        return degrees is not None and degrees.plain.sp != degrees.guided.sp
+
     def share(self, loaded: Mapping[str, Any]) -> tuple[SharedDenoiser | None, tuple[str, ...]]:
         """Have the loaded models compute this rank's share; what changes results by it, for the fingerprint."""
         denoiser = None if self._denoiser is None else self._denoiser.share(loaded)

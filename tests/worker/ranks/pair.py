@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from queue import SimpleQueue
 from typing import Any
 
@@ -9,7 +10,7 @@ import torch
 import torch.distributed as dist
 
 from tests.pipeline.harness import Inbox, finish, latents, post
-from triptych.config import InstanceConfig, ModelConfig, TransferConfig
+from triptych.config import InstanceConfig, ModelConfig, Shape, TransferConfig
 from triptych.ids import ROLES, Role
 from triptych.parallelism import Parallelism
 from triptych.pipeline.load import load_cold, load_pipeline
@@ -31,15 +32,15 @@ class Pair:
             server_addr="tcp://127.0.0.1:5555",
             work_port=1,
             transfer=TransferConfig(),
-            model=ModelConfig(path="tiny", device="cpu"),
+            model=ModelConfig(path="tiny", device="cpu", warmup=(Shape(width=64, height=64, frames=5),)),
             gpu_ids=(0, 1),
             parallel=parallel,
         )
         self.posts: SimpleQueue[Post] = SimpleQueue()
         self.leader = Leader(config, "pair", self.posts.put)
-        self.alone: ModularRolePipeline = load_pipeline(config.model, ROLES, "cpu")
+        self.alone: ModularRolePipeline = load_pipeline(replace(config.model, warmup=()), ROLES, "cpu")
         self.team = self.leader.join()
-        rank0, _ = load_cold(config.model, ROLES, "cpu", team=self.team)
+        rank0, self._warm_up = load_cold(config.model, ROLES, "cpu", team=self.team)
         assert isinstance(rank0, ModularRolePipeline)
         self.rank0 = rank0
         self.leader.await_ready()
@@ -75,6 +76,10 @@ class Pair:
             post(finish(pipeline.start(Role.DENOISER, whole, inbox[Role.DENOISER], [])), inbox)
             made.append(latents(inbox))
         return made[0], made[1]
+
+    def warm_up(self) -> None:
+        """Run what a start runs, for the shape of the requests here."""
+        self._warm_up(self.shared)
 
     def close(self) -> None:
         """End rank 1."""

@@ -43,6 +43,15 @@ def test_without_guidance_the_ranks_share_the_tokens(pair: Pair) -> None:
     torch.testing.assert_close(alone, shared, rtol=1e-4, atol=1e-5)
 
 
+def test_a_layout_that_only_requests_without_guidance_have_is_warmed_up(pair: Pair) -> None:
+    seen: set[tuple[int, int]] = set()
+    block = pair.rank0.component(Role.DENOISER, "transformer").blocks[1]
+    hook = block.register_forward_pre_hook(lambda _module, args: seen.add(args[0].shape[:2]))
+    pair.warm_up()
+    hook.remove()
+    assert seen == {(1, 32), (1, 16)}
+
+
 def test_tokens_that_do_not_divide_are_shared_unevenly(pair: Pair) -> None:
     alone, shared = pair.both(num_inference_steps=2, guidance_scale=1.0, height=48, width=48, num_frames=1)
     assert pair.tokens == 5  # of 9
