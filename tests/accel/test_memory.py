@@ -8,6 +8,7 @@ import pytest
 import torch
 from diffusers import AutoencoderKLWan, AutoencoderTiny, WanTransformer3DModel
 from diffusers.hooks.group_offloading import GroupOffloadingHook
+from torch.overrides import TorchFunctionMode
 from transformers import T5Config, T5EncoderModel
 
 from triptych.accel import memory, quant
@@ -107,6 +108,49 @@ def test_whole_models_take_turns_on_the_device() -> None:
     first(torch.ones(1, 2))
     second(torch.ones(1, 2))
     assert log == [(id(second), "cpu"), (id(first), "cpu:0"), (id(first), "cpu"), (id(second), "cpu:0")]
+
+
+class Elsewhere(TorchFunctionMode):
+    """Takes cpu:0 for a device with memory of its own, and counts what is copied from there to the host."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.back = 0
+        self._there: list[torch.Tensor] = []
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is not torch.Tensor.to:
+            return func(*args, **(kwargs or {}))
+        tensor, device = args[:2]
+        there = any(other.data_ptr() == tensor.data_ptr() for other in self._there)
+        if there == (torch.device(device) == torch.device("cpu:0")):
+            return tensor
+        copy = tensor.clone()
+        if there:
+            self.back += 1
+        else:
+            self._there.append(copy)
+        return copy
+
+
+def test_weights_that_nobody_changed_are_not_copied_back_to_the_host() -> None:
+    first, second = (torch.nn.Sequential(torch.nn.Linear(2, 2), torch.nn.BatchNorm1d(2)).eval() for _ in range(2))
+    host = [tensor.data_ptr() for tensor in first.state_dict().values()]
+    memory.offload(
+        {"first": first, "second": second}, dict.fromkeys(("first", "second"), "model"), torch.device("cpu:0")
+    )
+    with Elsewhere() as elsewhere:
+        before = first(torch.ones(1, 2))
+        assert not set(host) & {tensor.data_ptr() for tensor in first.state_dict().values()}
+        second(torch.ones(1, 2))
+        assert [tensor.data_ptr() for tensor in first.state_dict().values()] == host
+        assert elsewhere.back == 0
+        assert torch.equal(first(torch.ones(1, 2)), before)
+        first[1].running_mean.add_(3.0)  # what was changed on the device is not lost
+        second(torch.ones(1, 2))
+        assert elsewhere.back == 1
+        assert first[1].running_mean.tolist() == [3.0, 3.0]
+        assert not torch.equal(first(torch.ones(1, 2)), before)
 
 
 @pytest.mark.parametrize("kind", ["model", "block", "layer"])

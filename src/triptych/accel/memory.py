@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 from accelerate.hooks import ModelHook, add_hook_to_module
-from torch import nn
+from torch import Tensor, nn
 
 from triptych.accel.plan import Technique
 from triptych.config import Offload
@@ -59,24 +59,55 @@ def _in_groups(model: nn.Module, kind: Offload, device: torch.device) -> None:
 
 
 class _AsAWhole(ModelHook):
-    """Brings one model to the device before it computes, and sends back whichever is there."""
+    """Brings one model to the device before it computes, and sends back whichever is there.
+
+    What is in host memory stays there: going back is letting go of what is on the device, unless that was changed.
+    """
 
     def __init__(self, model: nn.Module, device: torch.device, others: list[_AsAWhole]) -> None:
         self.execution_device = device
         self._model = model
         self._others = others
+        self._brought: list[_Brought] = []
 
     def pre_forward(self, module: nn.Module, *args: Any, **kwargs: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
         """Called by accelerate before ``forward``, and by Diffusers before ``encode`` and ``decode`` of a VAE."""
         for other in self._others:
             if other is not self:
                 other.leave()
-        self._model.to(self.execution_device)
+        if not self._brought:
+            device, tensors = self.execution_device, [*self._model.parameters(), *self._model.buffers()]
+            self._brought = [_Brought(tensor, device) for tensor in tensors if _can_be_brought(tensor, device)]
+        self._model.to(self.execution_device)  # whatever is not there yet
         return args, kwargs
 
     def leave(self) -> None:
         """Send the model to host memory, if it is not there."""
+        for brought in self._brought:
+            brought.leave()
+        self._brought.clear()
         self._model.to("cpu")
+
+
+class _Brought:
+    """A weight on the device, and the same in host memory."""
+
+    def __init__(self, tensor: Tensor, device: torch.device) -> None:
+        self._tensor = tensor
+        self._host = tensor.data
+        tensor.data = self._host.to(device)
+        self._there = tensor.data
+        self._version = tensor._version
+
+    def leave(self) -> None:
+        """Back to host memory, without a copy if nobody has changed it."""
+        if self._tensor.data_ptr() == self._there.data_ptr() and self._tensor._version == self._version:
+            self._tensor.data = self._host
+
+
+def _can_be_brought(tensor: Tensor, device: torch.device) -> bool:
+    """Whether a tensor is numbers and nothing else, in host memory, and wanted elsewhere; a quantised one is several."""
+    return type(tensor.data) is Tensor and tensor.device.type == "cpu" and tensor.device != device
 
 
 def divide(modules: Mapping[str, nn.Module], *, tiling: bool, slicing: bool) -> tuple[Technique, ...]:
