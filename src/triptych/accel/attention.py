@@ -45,6 +45,8 @@ _ENTRY = {
     "sage": "sage",
 }
 """Name here to the entry of diffusers' registry that it stands behind."""
+_RING = "_native_math"
+"""The entry that ring attention stands behind; see `triptych.accel.parallel.ring`."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -88,7 +90,7 @@ def in_use(model: nn.Module) -> str | None:
     """The backend that the dispatched attention of ``model`` runs on; None when it has no such attention."""
     from diffusers.models import attention_dispatch as dispatch
 
-    names = {entry: name for name, entry in _ENTRY.items()}
+    names = {entry: name for name, entry in _ENTRY.items()} | {_RING: "ring"}
     default: Any = dispatch._AttentionBackendRegistry.get_active_backend()[0]
     for module in model.modules():
         processor: Any = getattr(module, "processor", None)

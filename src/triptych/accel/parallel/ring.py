@@ -9,6 +9,7 @@ flash attention on a CPU. Both stand behind one entry of Diffusers' registry her
 
 from __future__ import annotations
 
+import logging
 import warnings
 from typing import Any
 
@@ -16,18 +17,33 @@ import torch
 from diffusers.models import attention_dispatch as dispatch
 from torch import Tensor, nn
 
+from triptych.accel.attention import in_use
 from triptych.errors import ConfigError, StageError
+
+log = logging.getLogger(__name__)
 
 _ENTRY = dispatch.AttentionBackendName._NATIVE_MATH
 
 
 def use_ring_attention(model: nn.Module, device: torch.device) -> None:
-    """Make every dispatched attention of ``model`` one that can take part in a ring; raises `ConfigError`."""
+    """Make every dispatched attention of ``model`` one that can take part in a ring, whatever was chosen for it.
+
+    Says what was not taken, and why. Raises `ConfigError`.
+    """
     if device.type == "cuda" and not torch.backends.cudnn.is_available():
         raise ConfigError("denoiser-ring needs cuDNN, whose attention says its log-sum-exp; torch has none here")
     # Diffusers gathers keys and values by a name that newer torch deprecates.
     warnings.filterwarnings("ignore", "`torch.distributed._functional_collectives.all_gather_tensor`")
     dispatch._AttentionBackendRegistry.register(_ENTRY, supports_context_parallel=True)(_attend)
+    chosen, ours = in_use(model), "cudnn" if device.type == "cuda" else "flash attention of the CPU"
+    if chosen not in (None, ours):
+        log.warning(
+            "denoiser-ring: attention of %s runs on %s, not on %s, which does not say the log-sum-exp that joins "
+            "partial results",
+            type(model).__name__,
+            ours,
+            chosen,
+        )
     for module in model.modules():
         processor = getattr(module, "processor", None)
         if hasattr(processor, "_attention_backend"):
