@@ -124,7 +124,7 @@ class Bench:
             post=self.posts.put,
             stage=self.staged.put,
             encode=self.encoded.put,
-            show=PreviewThread(post=self.posts.put),
+            show=PreviewThread(device="cpu", post=self.posts.put),
         )
         self.thread.start()
         assert isinstance(self.posts.get(timeout=WAIT), Loaded)

@@ -29,7 +29,7 @@ def posts() -> SimpleQueue[Any]:
 
 @pytest.fixture
 def thread(posts: SimpleQueue[Any]) -> Any:
-    made = PreviewThread(post=posts.put)
+    made = PreviewThread(device="cpu", post=posts.put)
     made.start()
     yield made
     made.close()

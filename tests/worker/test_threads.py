@@ -7,6 +7,7 @@ import threading
 from queue import SimpleQueue
 
 import pytest
+import torch
 
 from triptych.core.instance_events import Stop
 from triptych.errors import TransferError
@@ -19,8 +20,8 @@ WAIT = 10.0
 class Divider(WorkerThread[float]):
     """Divides ten by its jobs."""
 
-    def __init__(self, posts: SimpleQueue[Post]) -> None:
-        super().__init__("divider", posts.put)
+    def __init__(self, posts: SimpleQueue[Post], device: str = "cpu") -> None:
+        super().__init__("divider", posts.put, device)
         self.results: list[float] = []
 
     def handle(self, job: float) -> None:
@@ -55,6 +56,19 @@ def test_a_death_is_posted_with_its_reason_and_logged(
         assert posts.get(timeout=WAIT) == ThreadDied(thread="divider", reason=reason)
     assert "the divider thread died" in caplog.text
     thread.join(WAIT)
+
+
+def test_a_thread_is_at_its_own_gpu_whatever_it_does(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whoever only waits for a copy would open the first GPU, and take half a GiB of it."""
+    chosen: list[tuple[str, torch.device]] = []
+    monkeypatch.setattr(
+        torch.cuda, "set_device", lambda device: chosen.append((threading.current_thread().name, device))
+    )
+    thread = Divider(SimpleQueue(), "cuda:3")
+    thread.close()
+    thread.start()
+    thread.join(WAIT)
+    assert chosen == [("divider", torch.device("cuda:3"))]
 
 
 def test_a_post_wakes_whoever_waits() -> None:

@@ -91,9 +91,8 @@ class ComputeThread(WorkerThread[ComputeJob]):
         encode: Callable[[MediaJob], None],
         show: PreviewThread | None = None,
     ) -> None:
-        super().__init__("compute", post)
+        super().__init__("compute", post, device)
         self._load = load
-        self._device = torch.device(device)
         self._max_running = max_running
         self._checkpoint_interval = checkpoint_interval
         self._tally = tally
@@ -110,8 +109,6 @@ class ComputeThread(WorkerThread[ComputeJob]):
     def work(self) -> None:
         """Load, then turn by turn until closed."""
         torch.set_grad_enabled(False)
-        if self._device.type == "cuda":
-            torch.cuda.set_device(self._device)
         begun = time.perf_counter()
         pipeline = self._load()
         self._post(

@@ -41,9 +41,9 @@ class Crew:
         identity: Identity,
         post: Callable[[Post], None],
     ) -> None:
-        self._media = MediaThread(identity=identity, post=post)
+        self._media = MediaThread(device=device, identity=identity, post=post)
         self._stage = StageThread(plane=plane, device=device, identity=identity, post=post)
-        self._show = PreviewThread(post=post)
+        self._show = PreviewThread(device=device, post=post)
         self._compute = ComputeThread(
             load=load,
             device=device,

@@ -17,8 +17,8 @@ from triptych.worker.threads import WorkerThread
 class MediaThread(WorkerThread[MediaJob]):
     """Writes the files of finished requests, one request at a time."""
 
-    def __init__(self, *, identity: Identity, post: Callable[[Post], None]) -> None:
-        super().__init__("media", post)
+    def __init__(self, *, device: str, identity: Identity, post: Callable[[Post], None]) -> None:
+        super().__init__("media", post, device)
         self._identity = identity
 
     def handle(self, job: MediaJob) -> None:

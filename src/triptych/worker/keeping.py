@@ -27,9 +27,8 @@ class KeepThread(WorkerThread[KeepJob]):
     """Pulls copies and stages them anew, one at a time."""
 
     def __init__(self, *, plane: DataPlane, device: str, post: Callable[[Post], None]) -> None:
-        super().__init__("keep", post)
+        super().__init__("keep", post, device)
         self._plane = plane
-        self._device = torch.device(device)
         self._wait_for_copies: Callable[[], None] = lambda: None
         self._wanted: set[KeepJob] = set()
         """What is not done with; entered by control and struck out by this thread."""

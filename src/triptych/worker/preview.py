@@ -17,8 +17,8 @@ log = logging.getLogger(__name__)
 class PreviewThread(WorkerThread[PreviewJob]):
     """Makes one picture at a time. Whoever has another meanwhile keeps it: a late picture is worth nothing."""
 
-    def __init__(self, *, post: Callable[[Post], None]) -> None:
-        super().__init__("preview", post)
+    def __init__(self, *, device: str, post: Callable[[Post], None]) -> None:
+        super().__init__("preview", post, device)
         self._busy = threading.Event()
 
     @property

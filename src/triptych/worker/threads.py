@@ -9,6 +9,8 @@ from collections.abc import Callable
 from queue import SimpleQueue
 from typing import Generic, TypeVar
 
+import torch
+
 from triptych.errors import Blame, TriptychError
 from triptych.worker.jobs import Close, Post, ThreadDied
 
@@ -50,9 +52,10 @@ class WorkerThread(threading.Thread, Generic[Job]):
     Daemonic, so that a computation that cannot be interrupted does not hold up the end of the process.
     """
 
-    def __init__(self, name: str, post: Callable[[Post], None]) -> None:
+    def __init__(self, name: str, post: Callable[[Post], None], device: str) -> None:
         super().__init__(name=name, daemon=True)
         self._post = post
+        self._device = torch.device(device)
         self._jobs: SimpleQueue[Job | Close] = SimpleQueue()
 
     def put(self, job: Job) -> None:
@@ -66,6 +69,8 @@ class WorkerThread(threading.Thread, Generic[Job]):
     def run(self) -> None:
         """Work; post `ThreadDied` if that ends in an error. Not called directly."""
         try:
+            if self._device.type == "cuda":  # also where it only waits: at another GPU it would take memory there
+                torch.cuda.set_device(self._device)
             self.work()
         except TriptychError as error:
             log.critical("the %s thread died: %s", self.name, error.message)

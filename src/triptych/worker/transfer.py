@@ -54,7 +54,6 @@ def side_stream(device: torch.device) -> Generator[Callable[[], None]]:
     if device.type != "cuda":
         yield lambda: None
         return
-    torch.cuda.set_device(device)
     stream = torch.cuda.Stream(device)
     with torch.cuda.stream(stream):
         yield stream.synchronize
@@ -76,10 +75,9 @@ class PullThread(WorkerThread[PullJob]):
         post: Callable[[Post], None],
         jobs: SimpleQueue[PullJob | Close],
     ) -> None:
-        super().__init__(f"pull-{number}", post)
+        super().__init__(f"pull-{number}", post, device)
         self._jobs = jobs
         self._plane = plane
-        self._device = torch.device(device)
         self._identity = identity
         self._wait_for_copies: Callable[[], None] = lambda: None
 
@@ -138,9 +136,8 @@ class StageThread(WorkerThread[StageJob | CheckpointJob]):
     """
 
     def __init__(self, *, plane: DataPlane, device: str, identity: Identity, post: Callable[[Post], None]) -> None:
-        super().__init__("stage", post)
+        super().__init__("stage", post, device)
         self._plane = plane
-        self._device = torch.device(device)
         self._identity = identity
         self._room = threading.Event()
         self._wait_for_copies: Callable[[], None] = lambda: None

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Generator
+from types import SimpleNamespace
+from typing import Any
 
 import msgspec
 import pytest
@@ -154,6 +157,27 @@ def test_many_threads_at_once_keep_the_books_right(open_here: Open, pull: Puller
 def test_memory_that_cannot_be_had_is_a_config_error() -> None:
     with pytest.raises(ConfigError, match="disagg-transfer-pool-size"):
         open_plane(TransferConfig(kind="shm", pool_bytes=1 << 60), InstanceId("i"), Epoch("e"), "cpu")
+
+
+def test_a_pool_is_page_locked_for_its_own_gpu_and_no_other(monkeypatch: pytest.MonkeyPatch) -> None:
+    """At another GPU the call would open that one, and take memory of it."""
+    at: list[Any] = [torch.device("cuda:0")]
+    calls: list[tuple[str, Any]] = []
+
+    @contextlib.contextmanager
+    def device(other: Any) -> Generator[None]:
+        at.append(other)
+        yield
+        at.pop()
+
+    cudart = SimpleNamespace(
+        cudaHostRegister=lambda *_: calls.append(("lock", at[-1])) or 0,
+        cudaHostUnregister=lambda *_: calls.append(("unlock", at[-1])) or 0,
+    )
+    monkeypatch.setattr(torch.cuda, "device", device)
+    monkeypatch.setattr(torch.cuda, "cudart", lambda: cudart)
+    open_plane(TransferConfig(kind="shm", pool_bytes=16 * MIB), InstanceId("i"), Epoch("e"), "cuda:1").close()
+    assert calls == [("lock", torch.device("cuda:1")), ("unlock", torch.device("cuda:1"))]
 
 
 @pytest.mark.gpu

@@ -39,7 +39,8 @@ def open_plane(config: TransferConfig, instance: InstanceId, epoch: Epoch, devic
     """
     if config.kind == "local":
         return LocalPlane(instance=instance, epoch=epoch, pool_bytes=config.pool_bytes)
-    return PooledPlane(config, instance, epoch, pinned=torch.device(device).type == "cuda")
+    where = torch.device(device)
+    return PooledPlane(config, instance, epoch, gpu=where if where.type == "cuda" else None)
 
 
 def _settings_between_hosts(config: TransferConfig) -> EngineSettings | None:
@@ -116,14 +117,14 @@ class OwnCarrier:
 class PooledPlane:
     """A `DataPlane` over one pool of shared memory, which all carriers serve.
 
-    With ``pinned`` the pool and the pulled payloads are page-locked, so that copies to and from a GPU run at the
-    speed of the bus. Payloads come on the CPU.
+    With a ``gpu`` the pool and the pulled payloads are page-locked, so that copies to and from it run at the speed of
+    the bus. Payloads come on the CPU.
     """
 
-    def __init__(self, config: TransferConfig, instance: InstanceId, epoch: Epoch, *, pinned: bool) -> None:
+    def __init__(self, config: TransferConfig, instance: InstanceId, epoch: Epoch, *, gpu: torch.device | None) -> None:
         self._instance = instance
         self._epoch = epoch
-        self._pinned = pinned
+        self._gpu = gpu
         self._lock = threading.Lock()
         self._manifests: dict[CopyId, Manifest] = {}
         self._numbers = itertools.count()
@@ -146,7 +147,7 @@ class PooledPlane:
                 carrier.close()
             self._segment.close()
             raise
-        self._registered = pinned and _page_lock(self._segment.memory)
+        self._registered = gpu is not None and _page_lock(self._segment.memory, gpu)
         self.pool_bytes = self._pool.stage_capacity
         self.planes: tuple[str, ...] = tuple(carrier.plane for carrier in self._carriers)
 
@@ -221,7 +222,7 @@ class PooledPlane:
 
     def _allocate(self, nbytes: int) -> torch.Tensor:
         try:
-            return torch.empty(nbytes, dtype=torch.uint8, pin_memory=self._pinned)
+            return torch.empty(nbytes, dtype=torch.uint8, pin_memory=self._gpu is not None)
         except RuntimeError as error:
             raise TransferError(f"no memory for a handoff of {nbytes} bytes: {error}") from error
 
@@ -276,13 +277,18 @@ class PooledPlane:
         for carrier in self._carriers:
             carrier.close()
         if self._registered:
-            torch.cuda.cudart().cudaHostUnregister(self._segment.memory.data_ptr())  # type: ignore[union-attr]
+            with torch.cuda.device(self._gpu):
+                torch.cuda.cudart().cudaHostUnregister(self._segment.memory.data_ptr())  # type: ignore[union-attr]
         self._segment.close()
 
 
-def _page_lock(memory: torch.Tensor) -> bool:
-    """Page-lock a pool, so that the GPU copies to it at full speed; whether that was possible."""
-    status = int(torch.cuda.cudart().cudaHostRegister(memory.data_ptr(), memory.numel(), 0))  # type: ignore[union-attr]
+def _page_lock(memory: torch.Tensor, gpu: torch.device) -> bool:
+    """Page-lock a pool, so that the GPU copies to it at full speed; whether that was possible.
+
+    The first call of CUDA in a thread opens the GPU that the thread is at, which takes memory there.
+    """
+    with torch.cuda.device(gpu):
+        status = int(torch.cuda.cudart().cudaHostRegister(memory.data_ptr(), memory.numel(), 0))  # type: ignore[union-attr]
     if status != 0:
         _log.warning("CUDA cannot page-lock the transfer pool (error %d): staging from the GPU will be slower", status)
     return status == 0
