@@ -33,7 +33,12 @@ class Fault(enum.StrEnum):
     STAGE_HOPELESS = "stage failed for good"
     STORE_FAILED = "store failed"
     UNJOURNALLED = "journal entry lost"
+    END_LOST = "end not journalled, so that the request ran again"
+    KILLED_STORING = "server crashed between storing files and saying so"
+    KILLED_DELETING = "server crashed between a deletion and its end"
+    KILLED_PAUSED = "server restarted with a paused request"
     CANCEL = "cancelled"
+    DELETE = "deleted"
     PAUSE = "paused"
     MIGRATE = "moved"
 

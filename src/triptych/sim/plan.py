@@ -33,6 +33,8 @@ class Plan:
     impatient: float = 0.0
     """Chance that a request has timeouts of a second or two."""
     cancels: float = 0.0
+    deletions: float = 0.0
+    """Chance that a client deletes a request, live or not."""
     steps: int = 4
     step_seconds: float = 0.1
     checkpoint_interval: float = 0.0
@@ -67,8 +69,11 @@ class Plan:
     server_restarts: int = 0
     server_downtime: float = 0.0
     """Up to so many seconds pass between two lives of the server."""
+    killed_midway: float = 0.0
+    """Chance that the server dies between two writes that belong together: files stored and the request's end, a
+    deletion and its end."""
     unjournalled: float = 0.0
-    """Chance that a lease or a finished stage is missing in the journal after a restart."""
+    """Chance that a lease, a finished stage, a pause or an end is missing in the journal after a restart."""
     calm_at: float = 8.0
     """When things stop going wrong, so that everything must come to rest."""
 
@@ -94,13 +99,14 @@ class Plan:
             calm_at=4.0,
             impatient=sometimes(0.3, 0.4),
             cancels=sometimes(0.5, 0.5),
+            deletions=sometimes(0.3, 0.3),
             jitter=sometimes(0.7, random.choice((0.01, 0.3, 1.5))),
             drop=sometimes(0.6, 0.2),
             duplicate=sometimes(0.6, 0.3),
             pull_failure=sometimes(0.4, 0.3),
             stage_failure=sometimes(0.4, 0.3),
             hopeless=sometimes(0.2, 0.1),
-            store_failure=sometimes(0.2, 0.2),
+            store_failure=sometimes(0.3, 0.5),
             crashes=random.choice((0, 0, 1, 2, 3)),
             freezes=random.choice((0, 0, 1, 2)),
             departures=random.choice((0, 0, 0, 1, 2)),
@@ -108,6 +114,7 @@ class Plan:
             clock_jumps=random.choice((0, 0, 0, 1, 2)),
             server_restarts=random.choice((0, 0, 0, 1, 2)),
             server_downtime=random.choice((0.0, 1.0, 4.0)),
+            killed_midway=sometimes(0.3, 0.2),
             unjournalled=sometimes(0.3, 0.5),
             steps=random.choice((2, 4, 12)),
             checkpoint_interval=random.choice((0.0, 0.05, 0.3)),

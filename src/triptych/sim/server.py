@@ -22,6 +22,7 @@ from triptych.core.events import (
     Note,
     PauseRequest,
     Received,
+    ResumeRequest,
     RouterEvent,
     SendMember,
     SendWork,
@@ -33,7 +34,7 @@ from triptych.core.events import (
     Update,
 )
 from triptych.core.instance_events import FromServer
-from triptych.core.journal import Accepted, History, request_of
+from triptych.core.journal import Accepted, Deleting, FileNote, Finish, History, Paused, Stored, request_of
 from triptych.core.router import Router
 from triptych.core.states import TERMINAL
 from triptych.ids import ROLES, Epoch, InstanceId, RequestId
@@ -42,6 +43,8 @@ from triptych.sim.network import SERVER, Message, Network
 from triptych.sim.worker import SimInstance
 from triptych.sim.world import Clock, World
 from triptych.wire.messages import ErrorInfo
+
+_FILE = FileNote(name="f.mp4", mime="video/mp4", suffix=".mp4", nbytes=4, width=8, height=8, frames=1, fps=8.0)
 
 
 class SimServer:
@@ -60,8 +63,11 @@ class SimServer:
         self.alive = False
         self.clock = Clock(world)
         self.journal: dict[RequestId, History] = {}
-        """Accepted and not ended."""
+        """What is on the disk of every accepted request that is not deleted."""
         self.ended: dict[RequestId, JobView] = {}
+        """How requests ended, as clients were told or will find."""
+        self.deleted: set[RequestId] = set()
+        """Whose clients were told that they are gone."""
         self.history: dict[RequestId, list[JobView]] = {}
         self.start()
 
@@ -77,13 +83,44 @@ class SimServer:
         self._timer = float("inf")
         self._states = {}
         for history in tuple(self.journal.values()):
-            self._feed(history.restore())
+            self._recall(history)
         unheard, self._unheard = self._unheard, []
         for message in unheard:
             self._world.after(self._world.plan.latency, partial(self.receive, message))
         wishes, self._wishes = self._wishes, []
         for wish in wishes:
             wish()
+
+    @property
+    def live(self) -> set[RequestId]:
+        """Accepted requests of which no end is known."""
+        return self.journal.keys() - self.ended.keys()
+
+    def _recall(self, history: History) -> None:
+        """Take up one request of an earlier life. Raises `Violation` when a client was told otherwise for good."""
+        faults, request = self._world.coverage.faults, history.accepted.request
+        told = self.ended.get(request)
+        if history.live:
+            if told is not None:
+                if told.state not in (JobState.FAILED, JobState.TIMED_OUT):
+                    raise self._world.violation(f"{request} was told to be {told.state} and runs again")
+                faults[Fault.END_LOST] += 1
+                del self.ended[request]
+            self._feed(history.restore())
+            if history.paused:
+                faults[Fault.KILLED_PAUSED] += 1
+                self._feed(PauseRequest(request=request))
+            return
+        found = history.ended().view
+        if told is not None and told.state in (JobState.DONE, JobState.CANCELLED) and told.state is not found.state:
+            raise self._world.violation(f"{request} was told to be {told.state} and is {found.state} now")
+        if told is None:
+            faults[Fault.KILLED_STORING] += history.stored is not None
+            self._world.coverage.ends[found.state] += 1
+        self.ended[request] = found
+        if history.deleting:
+            faults[Fault.KILLED_DELETING] += 1
+            del self.journal[request]
 
     def crash(self, *, back_in: float) -> None:
         """End this life without a word; the next one begins ``back_in`` seconds later."""
@@ -92,6 +129,10 @@ class SimServer:
         self._world.strike(Fault.SERVER_CRASH, SERVER)
         self.alive = False
         self._world.after(back_in, self._restart)
+
+    def _die_midway(self) -> None:
+        if self._world.chance(self._world.plan.killed_midway):
+            self.crash(back_in=self._world.random.random() * self._world.plan.server_downtime)
 
     def _restart(self) -> None:
         if not self.alive:
@@ -142,6 +183,25 @@ class SimServer:
             case _:
                 pass
         self._feed(event)
+        if isinstance(event, PauseRequest | ResumeRequest) and event.request in self.live:
+            self._write(Paused(request=event.request, paused=isinstance(event, PauseRequest)))
+
+    def delete(self, request: RequestId) -> None:
+        """A client's wish: stop a request if it runs, and forget it; on the disk before the client hears of it."""
+        if (history := self.journal.get(request)) is None:
+            return
+        self._world.strike(Fault.DELETE, SERVER, request)
+        self._feed(CancelRequest(request=request))
+        history.add(Deleting(request=request))
+        self.deleted.add(request)
+        epoch = self.epoch
+
+        def forget() -> None:
+            if self.alive and epoch == self.epoch:
+                self.journal.pop(request, None)
+
+        self._world.after(self._world.around(0.02), forget)
+        self._die_midway()
 
     def refused(self, instance: InstanceId) -> None:
         """The shell finds nobody at an instance's work port, whether that is so or not."""
@@ -202,9 +262,13 @@ class SimServer:
         if view.state in TERMINAL:
             coverage.ends[view.state] += 1
             self.ended[view.request] = view
-            del self.journal[view.request]
+            end = Finish(view=view, started_at=None, completed_at=self._world.now)
+            if view.state is JobState.CANCELLED:  # the client hears of it once it is on the disk
+                self.journal[view.request].add(end)
+            else:
+                self._write(end)
 
-    def _write(self, entry: Note) -> None:
+    def _write(self, entry: Note | Paused | Finish) -> None:
         if self._world.chance(self._world.plan.unjournalled):  # what a killed server had no time to write
             self._world.coverage.faults[Fault.UNJOURNALLED] += 1
         else:
@@ -221,7 +285,14 @@ class SimServer:
                 world.coverage.faults[Fault.STORE_FAILED] += 1
                 error = ErrorInfo(code="storage_full", message="simulated", blame="operator", retryable=True)
                 self._feed(StoreFailed(request=lease.request, attempt=lease.attempt, error=error))
-            else:
+                return
+            if lease.request in self.live:
+                self.journal[lease.request].add(Stored(request=lease.request, files=(_FILE,), stored_at=world.now))
+            world.after(world.around(0.01), say)
+            self._die_midway()
+
+        def say() -> None:
+            if self.alive and epoch == self.epoch:
                 self._feed(FilesStored(request=lease.request, attempt=lease.attempt))
 
         world.after(world.around(0.02), stored)

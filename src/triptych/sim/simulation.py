@@ -63,7 +63,7 @@ class Simulation:
 
         Raises `Violation` with the replay command when something that must hold does not.
         """
-        while self.server.journal or self.world.now < max(self.plan.calm_at, self.plan.arrivals):
+        while self.server.live or self.world.now < max(self.plan.calm_at, self.plan.arrivals):
             self.step()
             if self.world.now > _LIMIT:
                 raise self.world.violation(f"never ended: {self.server.router.views()}")
@@ -125,6 +125,8 @@ class Simulation:
                 cancel = CancelRequest(request=RequestId(name))
                 for _ in range(world.random.choice((1, 2))):
                     self._ask(when + world.random.random() * 3.0, partial(self.server.feed, cancel))
+            if world.random.random() < plan.deletions:
+                self._ask(when + world.random.random() * 3.0, partial(self.server.delete, RequestId(name)))
             if world.random.random() < plan.preemptions:
                 self._plan_preemption(RequestId(name), when)
 
@@ -133,8 +135,9 @@ class Simulation:
         world = self.world
         moments = sorted(when + world.random.random() * 3.0 for _ in range(2))
         self._ask(moments[0], partial(self.server.feed, PauseRequest(request=request)))
-        # Until it is over: a server that has restarted meanwhile knows nothing of the pause.
         self._ask(moments[1], partial(self.server.feed, ResumeRequest(request=request)))
+        # A client that sees its request paused again says it once more: the server may have been killed with the word.
+        self._ask(max(moments[1], self.plan.calm_at) + 5.0, partial(self.server.feed, ResumeRequest(request=request)))
         for _ in range(2):
             moment = when + world.random.random() * 3.0
             self._ask(moment, partial(self.server.feed, MigrateRequest(request=request)))
