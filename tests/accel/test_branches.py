@@ -71,6 +71,22 @@ def test_branches_are_joined_where_that_is_measured_to_be_faster(
     assert "branches of guidance joined" in joined.pipeline.fingerprint
 
 
+@pytest.mark.parametrize("steps", [4, 9])
+def test_the_keys_of_joined_texts_are_computed_once(
+    stock: ModularRolePipeline, monkeypatch: pytest.MonkeyPatch, steps: int
+) -> None:
+    monkeypatch.setattr(batching, "_seconds", lambda call, count: 1.0)
+    config = ModelConfig(path="tiny", device="cpu", batch_guidance=True, profile="lossless")
+    pipeline = load_pipeline(config, (Role.DENOISER,), "cpu")
+    computed: list[int] = []
+    keys = pipeline.component(Role.DENOISER, "transformer").blocks[0].attn2.to_k
+    keys.register_forward_pre_hook(lambda _module, args: computed.append(args[0].shape[0]))
+    params, inbox = handed(stock, guidance_scale=5.0, num_inference_steps=steps)
+    for ours, theirs in zip(denoised(pipeline, params, inbox), denoised(stock, params, inbox), strict=True):
+        torch.testing.assert_close(ours, theirs, rtol=1e-4, atol=5e-5)
+    assert computed == [1, 1, 2, 2]  # apart, together, and together as one text that stays
+
+
 def test_a_step_without_guidance_is_as_it_was(stock: ModularRolePipeline, joined: Joined) -> None:
     params, inbox = handed(stock, guidance_scale=1.0)
     for ours, theirs in zip(denoised(joined.pipeline, params, inbox), denoised(stock, params, inbox), strict=True):

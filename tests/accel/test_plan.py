@@ -6,10 +6,11 @@ from typing import Any
 
 import pytest
 import torch
-from diffusers import AutoencoderKLWan, WanTransformer3DModel
+from diffusers import AutoencoderKLWan, QwenImageTransformer2DModel, WanTransformer3DModel
 from torch import Tensor
 
 from triptych.accel import attention, plan, quant
+from triptych.accel.batching import ForwardBatcher
 from triptych.accel.plan import Technique, accelerate
 from triptych.accel.wan_vae import WanVaeDecoder, install, supports
 from triptych.errors import ConfigError
@@ -74,6 +75,51 @@ def test_a_recording_lies_around_what_keeps_the_keys_of_a_text(
     latents, text = torch.randn(1, 16, 2, 8, 8), torch.randn(1, 7, 32)
     for _ in range(2):
         transformer(latents, torch.tensor([500.0]), text, return_dict=False)
+
+
+ORDER = ("compile", "text keys", "step cache", "graphs", "masks", "batching")
+
+
+@pytest.mark.parametrize("step_cache", [0.0, 0.1])
+@pytest.mark.parametrize("batcher", [None, ForwardBatcher()])
+@pytest.mark.parametrize("kind", ["wan", "qwen"])
+def test_what_lies_around_a_forward_lies_in_one_order_whatever_the_model(
+    transformer: WanTransformer3DModel,
+    monkeypatch: pytest.MonkeyPatch,
+    kind: str,
+    batcher: ForwardBatcher | None,
+    step_cache: float,
+) -> None:
+    model: Any = transformer
+    if kind == "qwen":
+        model = QwenImageTransformer2DModel(
+            num_layers=2, num_attention_heads=2, attention_head_dim=16, joint_attention_dim=24, axes_dims_rope=(4, 6, 6)
+        )
+    put: list[str] = []
+
+    def noting(word: str) -> Any:
+        return lambda *_, **__: put.append(word) or Technique(name=word, on=True, why="")
+
+    for function, word in (("_text_keys", 1), ("_step_cache", 2), ("_graphs", 3), ("_batching", 5)):
+        monkeypatch.setattr(plan, function, noting(ORDER[word]))
+    monkeypatch.setattr(plan, "_fuse_and_compile", lambda *args, **kwargs: [noting("compile")(*args, **kwargs)])
+    monkeypatch.setattr(plan, "_fusible", lambda *_: True)
+    monkeypatch.setattr(plan.qwen_dit, "leave_out_masks", noting("masks"))
+    accelerate(
+        {"transformer": model},
+        device=CPU,
+        dtype=torch.float32,
+        profile="lossless",
+        batcher=batcher,
+        step_cache=step_cache,
+    )
+    there = {
+        "compile",
+        "text keys" if kind == "wan" else "masks",
+        "step cache" if step_cache else "graphs",
+        *(("batching",) if batcher is not None else ()),
+    }
+    assert put == [word for word in ORDER if word in there]
 
 
 def test_a_backend_that_is_not_there_is_refused_with_those_that_are(transformer: WanTransformer3DModel) -> None:

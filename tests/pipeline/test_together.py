@@ -10,6 +10,7 @@ import torch
 
 from triptych.accel import batching
 from triptych.accel.batching import Call, ForwardBatcher
+from triptych.accel.merging import Merged
 from triptych.config import ModelConfig
 from triptych.errors import ConfigError, OutOfMemory, StageError
 from triptych.ids import ROLES, Role
@@ -120,10 +121,10 @@ def out_of_memory(monkeypatch: pytest.MonkeyPatch, too_large: Callable[[Sequence
     """Let memory run out over forwards that are ``too_large``."""
     joined = batching._joined
 
-    def scarce(calls: Sequence[Call]) -> list[Any]:
+    def scarce(calls: Sequence[Call], merged: Merged) -> list[Any]:
         if too_large(calls):
             raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB.")
-        return joined(calls)
+        return joined(calls, merged)
 
     monkeypatch.setattr(batching, "_joined", scarce)
 

@@ -21,6 +21,7 @@ from greenlet import getcurrent
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
+from triptych.accel.merging import Merged
 from triptych.accel.shortage import free_memory, is_out_of_memory
 
 log = logging.getLogger(__name__)
@@ -59,6 +60,7 @@ class ForwardBatcher:
     """Whether shapes that are new are measured when they are met, also where nothing is collected."""
     caps: dict[Hashable, int] = field(default_factory=dict[Hashable, int])
     """Calls of a kind that are joined at most."""
+    _merged: Merged = field(default_factory=Merged)
 
     def install(self, model: nn.Module) -> None:
         """Have the forwards of ``model`` go through this."""
@@ -93,7 +95,7 @@ class ForwardBatcher:
     def _compute(self, calls: Sequence[Call]) -> None:
         """Compute calls of one kind in one forward, or in halves where that cannot be done."""
         try:
-            results = _joined(calls)
+            results = _joined(calls, self._merged)
         except Exception as error:
             if len(calls) == 1:  # the request fails of it, and says so itself
                 calls[0].error = error
@@ -147,23 +149,23 @@ def _plain(value: Any) -> Hashable:
     return id(value)
 
 
-def _joined(calls: Sequence[Call]) -> list[Any]:
+def _joined(calls: Sequence[Call], merged: Merged) -> list[Any]:
     first = calls[0]
     if len(calls) == 1:
         args, kwargs = pytree.tree_unflatten(first.leaves, first.spec)
         return [first.compute(*args, **kwargs)]
-    leaves = [_merge(parts, first.batch) for parts in zip(*(call.leaves for call in calls), strict=True)]
+    leaves = [_merge(parts, first.batch, merged) for parts in zip(*(call.leaves for call in calls), strict=True)]
     args, kwargs = pytree.tree_unflatten(leaves, first.spec)
     outputs, spec = pytree.tree_flatten(first.compute(*args, **kwargs))
     split = [out.split(first.batch) if isinstance(out, Tensor) else [out] * len(calls) for out in outputs]
     return [pytree.tree_unflatten([parts[index] for parts in split], spec) for index in range(len(calls))]
 
 
-def _merge(parts: tuple[Any, ...], batch: int) -> Any:
+def _merge(parts: tuple[Any, ...], batch: int, merged: Merged) -> Any:
     """The same argument of several calls as one: tensors and lists with an entry for each output are joined."""
     value = parts[0]
     if isinstance(value, Tensor) and value.ndim and value.shape[0] == batch:
-        return torch.cat(parts)
+        return merged.of(parts)
     if isinstance(value, Tensor):
         if not all(torch.equal(value, other) for other in parts[1:]):
             raise ValueError(f"a tensor of shape {tuple(value.shape)} has no batch dimension and differs")
@@ -177,11 +179,11 @@ def _seconds(call: Call, count: int) -> float | None:
     """Seconds of one forward of ``count`` such calls, after one that is not counted; None when that fails."""
     taken = 0.0
     try:
-        device = next(leaf.device for leaf in call.leaves if isinstance(leaf, Tensor))
+        device, merged = next(leaf.device for leaf in call.leaves if isinstance(leaf, Tensor)), Merged()
         for _ in range(2):
             _wait(device)
             begun = time.perf_counter()
-            _joined([call] * count)
+            _joined([call] * count, merged)
             _wait(device)
             taken = time.perf_counter() - begun
     except Exception as error:

@@ -106,7 +106,7 @@ class _Brought:
 
 
 def _can_be_brought(tensor: Tensor, device: torch.device) -> bool:
-    """Whether a tensor is numbers and nothing else, in host memory, and wanted elsewhere; a quantised one is several."""
+    """Whether a tensor is numbers and nothing else, in host memory and wanted elsewhere; quantised ones are several."""
     return type(tensor.data) is Tensor and tensor.device.type == "cpu" and tensor.device != device
 
 

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from triptych.accel import attention, quant, text_keys, wan_vae
+from triptych.accel import attention, quant, qwen_dit, text_keys, wan_vae
 from triptych.accel import step_cache as step_caching
 from triptych.accel.batching import ForwardBatcher
 from triptych.accel.compiling import Overflow, allow_many_graphs
@@ -35,7 +35,8 @@ _BENCH_HEADS = 16
 """At most so many heads there: more change no rank and take memory that the model may need."""
 
 
-_TEXT_OF_ANY_LENGTH = frozenset({"QwenImageTransformer2DModel", "ZImageTransformer2DModel"})
+_QWEN = "QwenImageTransformer2DModel"
+_TEXT_OF_ANY_LENGTH = frozenset({_QWEN, "ZImageTransformer2DModel"})
 """Models whose pipelines do not pad the text, so that nearly every prompt has a length of its own."""
 
 
@@ -75,6 +76,12 @@ def accelerate(
     room. Measurements are kept in ``cache_dir``; ``agree`` turns what was measured to be best here into what all ranks
     of an instance take.
     Raises `ConfigError` when what is asked for by name cannot take effect.
+
+    A denoiser's are put around each other in one order, whatever the model. Innermost is what computes: attention,
+    quantised layers, fused kernels, compiled blocks. Then the text's keys, which blocks ask for and the forward finds
+    by the text's tensor; step caching, which passes over blocks in the middle of a forward, and so cannot be recorded;
+    CUDA graphs, which record all of that, and so keep no text's keys; the masks, whose numbers no recording can see;
+    and joining, so that a joined forward has all of it.
     """
     done: list[Technique] = []
     tally = tally or Tally()
@@ -93,19 +100,18 @@ def accelerate(
             layers = quant.quantise([model], "fp8", device)
             done.append(Technique(name=f"{name}: fp8", on=True, why=f"{layers} linear layers"))
         if profile != "stock":
-            keeps_text = batcher is None and text_keys.supports(model)  # a batcher makes a new text in each step
-            if not step_cache and not keeps_text:  # step caching decides in the middle of a forward
-                done.append(_graphs(name, model, device))
             tuned = profile != "fast" and name not in quantised
             done += _fuse_and_compile(name, model, device, dtype, tuned=tuned, tally=tally)
-            if keeps_text:
+            if text_keys.supports(model):
                 done.append(_text_keys(name, model, compiled=done[-1].on))
-                if not step_cache:  # around the rest: a recording must not read what was kept of one request's text
-                    done.append(_graphs(name, model, device))
-        if batcher is not None:
-            done.append(_batching(name, model, batcher))
         if step_cache:
             done.append(_step_cache(name, model, step_cache, memory, tally))
+        elif profile != "stock":
+            done.append(_graphs(name, model, device))
+        if profile != "stock" and _fusible(device, dtype) and type(model).__name__ == _QWEN:
+            qwen_dit.leave_out_masks(model)
+        if batcher is not None:
+            done.append(_batching(name, model, batcher))
     for name, model in modules.items():
         if wan_vae.supports(model) and profile != "stock":
             done.append(_vae(name, model, device, dtype, tally))
@@ -145,7 +151,6 @@ def _step_cache(name: str, model: nn.Module, threshold: float, memory: StepMemor
 
 
 def _graphs(name: str, model: nn.Module, device: torch.device) -> Technique:
-    """To be called before what is put around the forward and looks at numbers, and after what keeps any of them."""
     if device.type != "cuda":
         return Technique(name=f"{name}: CUDA graphs", on=False, why="needs CUDA")
     if torch.distributed.is_available() and torch.distributed.is_initialized():
@@ -188,16 +193,24 @@ def _attention(
 def _fuse_and_compile(
     name: str, model: nn.Module, device: torch.device, dtype: torch.dtype, *, tuned: bool, tally: Tally
 ) -> list[Technique]:
-    if device.type != "cuda" or importlib.util.find_spec("triton") is None:
+    if not _has_triton(device):
         return [Technique(name=f"{name}: compile", on=False, why="needs CUDA and Triton")]
     done: list[Technique] = []
-    if dtype == torch.bfloat16:
+    if _fusible(device, dtype):
         changed = _fuse(model) + fuse_gelu(model) + fuse_fp8(model)
         done.append(Technique(name=f"{name}: fused kernels", on=changed > 0, why=f"{changed} modules"))
     varying = type(model).__name__ in _TEXT_OF_ANY_LENGTH
     compile_blocks(model, tuned=tuned and not varying, varying=varying, overflow=Overflow(name, tally))
     why = f"{len(quant.repeated_blocks(model))} repeated blocks, one graph per shape"
     return [*done, Technique(name=f"{name}: compile", on=True, why=why)]
+
+
+def _has_triton(device: torch.device) -> bool:
+    return device.type == "cuda" and importlib.util.find_spec("triton") is not None
+
+
+def _fusible(device: torch.device, dtype: torch.dtype) -> bool:
+    return _has_triton(device) and dtype == torch.bfloat16
 
 
 def _fuse(model: nn.Module) -> int:
@@ -208,8 +221,6 @@ def _fuse(model: nn.Module) -> int:
 
             return wan_dit.fuse(model)
         case "QwenImageTransformer2DModel":
-            from triptych.accel import qwen_dit
-
             return qwen_dit.fuse(model)
         case _:
             return 0

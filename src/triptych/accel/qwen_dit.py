@@ -117,6 +117,11 @@ def fuse(transformer: nn.Module) -> int:
             module.processor = made
             changed += 1
     _make_frequencies_real(transformer)
+    return changed
+
+
+def leave_out_masks(transformer: nn.Module) -> None:
+    """Have a Qwen-Image transformer's forwards told nothing of masks that hide nothing."""
     compute: Callable[..., Any] = transformer.forward
     masks = Masks()
 
@@ -127,7 +132,6 @@ def fuse(transformer: nn.Module) -> int:
         return compute(*args, encoder_hidden_states_mask=encoder_hidden_states_mask, **kwargs)
 
     transformer.forward = forward
-    return changed
 
 
 def _make_frequencies_real(transformer: Any) -> None:
