@@ -15,7 +15,13 @@ from triptych.server.journal import Journal
 def told(histories: dict[RequestId, History]) -> dict[RequestId, Any]:
     """What a server would do with each request."""
     return {
-        request: (history.restore() if history.live else history.ended(), history.stored)
+        request: (
+            history.restore() if history.live else history.ended(),
+            history.stored,
+            history.live and history.paused,
+            history.saved,
+            history.deleting,
+        )
         for request, history in histories.items()
     }
 

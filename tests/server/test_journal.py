@@ -17,8 +17,8 @@ from hypothesis.stateful import Bundle, RuleBasedStateMachine, consumes, precond
 
 from tests.core.test_journal import ACCEPTED, FILE, granted, staged, view
 from tests.server.disk import on_disk, told
-from triptych.core.events import JobState
-from triptych.core.journal import Accepted, Finish, JournalEntry, Stored, replay, request_of
+from triptych.core.events import Clocks, JobState
+from triptych.core.journal import Accepted, Deleting, Finish, JournalEntry, Paused, Saved, Stored, replay, request_of
 from triptych.errors import ConfigError, StorageFailed, StorageFull
 from triptych.ids import RequestId, Role
 from triptych.server.journal import VERSION, Journal
@@ -100,7 +100,7 @@ async def test_notes_that_found_no_room_are_written_once_there_is_some(
         await journal.flush()
     limit_pages(journal, 10_000)
     await journal.flush()
-    (finish, stored) = on_disk(tmp_path / "state")[entry.request]
+    finish, stored, *_ = on_disk(tmp_path / "state")[entry.request]
     assert finish.view.state is JobState.DONE
     assert len(stored.files) == 2000
 
@@ -197,6 +197,25 @@ class JournalMachine(RuleBasedStateMachine):
     def stage(self, request: RequestId, role: Role) -> None:
         if self.attempts[request] > 0:
             self.note(replace(staged(role), lease=Lease(request, role, self.attempts[request])))
+
+    @rule(request=requests, seconds=st.integers(0, 99))
+    def tell_time(self, request: RequestId, seconds: int) -> None:
+        if self.attempts[request] >= 0:
+            self.note(Clocks(request=request, waited=1.0, ran=float(seconds)))
+
+    @rule(request=requests, paused=st.booleans())
+    def pause(self, request: RequestId, paused: bool) -> None:
+        if self.attempts[request] >= 0:
+            self.note(Paused(request=request, paused=paused))
+
+    @rule(request=requests)
+    def save(self, request: RequestId) -> None:
+        if self.attempts[request] < 0:
+            self.note(Saved(request=request))
+
+    @rule(request=requests)
+    def begin_to_delete(self, request: RequestId) -> None:
+        self.note(Deleting(request=request))
 
     @rule(request=requests)
     def store(self, request: RequestId) -> None:

@@ -70,7 +70,7 @@ class Town:
 
         def on_the_disk() -> bool:
             try:
-                history, _ = on_disk(self.folder / "state")[RequestId(job)]
+                history, *_ = on_disk(self.folder / "state")[RequestId(job)]
             except StorageFailed:  # copied while the server wrote
                 return False
             return len(history.done) == done and (history.holder is not None) == held

@@ -162,24 +162,32 @@ class PoolMachine(RuleBasedStateMachine):
         self.owned: dict[CopyId, Block] = {}
         self.pins: dict[CopyId, int] = {}
         self.blocks: set[Block] = set()
+        self.spare: set[CopyId] = set()
 
-    def _forget_dropped(self) -> None:
-        for copy in self.pool.take_dropped():
+    def _forget_dropped(self, *, spare_only: bool = False) -> None:
+        dropped = self.pool.take_dropped()
+        for copy in dropped:
             assert not self.pins.get(copy), "a pinned copy was dropped"
             del self.owned[copy]
+        if not self.spare.issuperset(dropped):
+            assert not spare_only, "a spare copy has displaced another"
+            left = [copy for copy in self.spare & self.owned.keys() if self.owned[copy].size and not self.pins[copy]]
+            assert not left, "spare copies go first"
 
-    @rule(target=pinned, nbytes=st.integers(0, CAPACITY + ALIGNMENT))
-    def stage(self, nbytes: int) -> object:
+    @rule(target=pinned, nbytes=st.integers(0, CAPACITY + ALIGNMENT), spare=st.booleans())
+    def stage(self, nbytes: int, spare: bool) -> object:
         copy = copy_id(next(self.numbers))
         try:
-            block = self.pool.stage(copy, nbytes)
+            block = self.pool.stage(copy, nbytes, spare=spare)
         except TooLarge:
             assert align(nbytes) > CAPACITY - RESERVE
             return multiple()
         except PoolFull:
             assert self.pool.take_dropped() == ()
             return multiple()
-        self._forget_dropped()
+        self._forget_dropped(spare_only=spare)
+        if spare:
+            self.spare.add(copy)
         self.owned[copy] = block
         self.pins[copy] = 1
         return copy
