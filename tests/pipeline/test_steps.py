@@ -15,7 +15,7 @@ from triptych.config import ModelConfig
 from triptych.errors import StageError
 from triptych.ids import ROLES, Role
 from triptych.pipeline.load import load_pipeline
-from triptych.pipeline.stage import StageRun
+from triptych.pipeline.stage import Announcing, StageRun
 
 from .harness import Inbox, Trio, finish, latents, post
 
@@ -59,6 +59,18 @@ def test_one_advance_is_one_step(trio: Trio, inboxes: list[Inbox]) -> None:
         seen.append((run.step, run.steps))
     assert seen == [(1, 3), (2, 3)]
     assert (run.step, run.steps) == (3, 3)
+
+
+def test_the_first_step_is_announced_when_the_model_is_about_to_compute(trio: Trio, inboxes: list[Inbox]) -> None:
+    model = trio.pipelines[Role.DENOISER].component(Role.DENOISER, "transformer")
+    told: list[str] = []
+    hook = model.register_forward_pre_hook(lambda *_: told.append("forward"))
+    run = trio.start(Role.DENOISER, REQUESTS[1], inboxes[1])
+    assert isinstance(run, Announcing)
+    run.announce(lambda: told.append("announced"))
+    finish(run)
+    hook.remove()
+    assert told == ["announced", "forward", "forward", "forward"]
 
 
 def test_interleaved_runs_are_bit_identical_to_lone_ones(
@@ -262,7 +274,11 @@ def test_a_replayed_run_that_is_over_keeps_no_tensor(classic_checkpoint: Callabl
     post(finish(pipeline.start(Role.ENCODER, params, [], [])), inbox)
     seen = Seen(pipeline.component(Role.DENOISER, "unet"))
     run = pipeline.start(Role.DENOISER, params, inbox[Role.DENOISER], [])
+    before: list[int] = []
+    assert isinstance(run, Announcing)
+    run.announce(lambda: before.append(len(seen.tensors)))
     ends(run, how)
+    assert before == [0]
     del run
     assert len(seen.tensors) > 2
     assert seen.alive == 0

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+import time
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from queue import SimpleQueue
@@ -51,12 +52,22 @@ class Run:
         self._streams: str | None = params.get("streams")
         self._compiles: int = params.get("compiles", 0)
         self._raises: Exception | None = params.get("raises")
+        self._prepares: Callable[[Callable[[], None]], None] | None = params.get("prepares")
+        self._told: Callable[[], None] = lambda: None
         self._pipeline = pipeline
         self.memory: torch.Tensor | None = torch.zeros(8)
         pipeline.memory[self.name] = weakref.ref(self.memory)
 
+    def announce(self, told: Callable[[], None]) -> None:
+        self._told = told
+
     def advance(self) -> StageResult | None:
         assert not torch.is_grad_enabled()
+        if self._prepares is not None:
+            self._prepares(self._told)
+            self._prepares = None
+        elif self.step == 0:
+            self._told()
         self._pipeline.turns.append(self.name)
         self._pipeline.gate(self.name)
         self._pipeline.tally.compilations += self._compiles
@@ -215,6 +226,32 @@ def test_time_between_a_stage_and_one_that_waited_for_it_is_counted(bench: Calla
     at.staged.get(timeout=WAIT)
     assert pipeline.tally.turnovers == 1
     assert 0 < pipeline.tally.turnover_seconds < WAIT
+
+
+def test_what_is_prepared_before_the_first_step_is_time_in_between(bench: Callable[..., Bench]) -> None:
+    """The loop's own preparations: the second stage comes to its first step only when the test says so."""
+    gate = Gate("a")
+    pipeline = ScriptedPipeline(gate)
+    at = bench(pipeline)
+    at.begin("a", steps=1)
+    assert gate.reached.wait(WAIT)
+    counts: list[int] = []
+    prepared = threading.Event()
+
+    def prepare(computes: Callable[[], None]) -> None:
+        counts.append(pipeline.tally.turnovers)
+        time.sleep(0.05)
+        computes()
+        counts.append(pipeline.tally.turnovers)
+        prepared.set()
+
+    at.begin("b", steps=2, prepares=prepare)
+    gate.open.set()
+    for _ in range(2):
+        at.staged.get(timeout=WAIT)
+    assert prepared.is_set()
+    assert counts == [0, 1]
+    assert 0.05 <= pipeline.tally.turnover_seconds < WAIT
 
 
 def test_cancelling_stops_before_the_next_step_and_lets_go_of_the_memory(bench: Callable[..., Bench]) -> None:

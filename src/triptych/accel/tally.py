@@ -22,4 +22,4 @@ class Tally:
     turnovers: int = 0
     """Stages that began when the one before was over, and were known of by then."""
     turnover_seconds: float = 0.0
-    """Time that passed in between."""
+    """Time that passed in between, until the model itself computed."""

@@ -358,6 +358,9 @@ class _DenoiseStage:
             state = self.stepped.advance()
             return None if state is None else self._owner.denoised(state)
 
+    def announce(self, told: Callable[[], None]) -> None:
+        self.stepped.computes = told
+
     def preview(self) -> Callable[[], bytes] | None:
         projection, latents = self._owner.projection, self.stepped.latents
         if projection is None or latents is None or not self._params.get(PREVIEW):

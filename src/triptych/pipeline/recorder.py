@@ -77,6 +77,8 @@ class RoleRun:
         self._predicted = 0
         self._stepped = False
         self._decoded = False
+        self.computes: Callable[[], None] | None = None
+        """Called when a denoiser is about to compute for the first time."""
         self._replaced: list[tuple[Any, str]] = []
         self._view: Any = self._viewed(pipeline)
 
@@ -93,7 +95,7 @@ class RoleRun:
 
     def let_go(self) -> None:
         """Drop all that the run held but the tape, at once rather than when Python next looks for cycles."""
-        self._view = None
+        self._view = self.computes = None
         while self._replaced:
             owner, method = self._replaced.pop()
             vars(owner).pop(method, None)
@@ -192,6 +194,9 @@ class RoleRun:
     def _predict(self, name: str, component: torch.nn.Module) -> Method:
         def run(*args: Any, **kwargs: Any) -> Any:
             self._end_step()
+            computes, self.computes = self.computes, None
+            if computes is not None:
+                computes()
             output = component(*args, **kwargs)
             form = without_numbers(self._classes.flat(output), floats_only=False)
             if form not in self.tape.forms:

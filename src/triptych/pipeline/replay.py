@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -213,6 +213,10 @@ class _ReplayStage:
                     self._run.let_go()
                     self._owner.settle(self._role)
             return self._result(result) if running.dead else None
+
+    def announce(self, told: Callable[[], None]) -> None:
+        """See `Announcing`; of a denoiser."""
+        self._run.computes = told
 
     def cancel(self) -> None:
         """Unwind the pipeline by GreenletExit, which none catches, and drop all that it held."""

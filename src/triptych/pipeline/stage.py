@@ -86,6 +86,15 @@ class Resumable(Protocol):
 
 
 @runtime_checkable
+class Announcing(Protocol):
+    """A denoiser's `StageRun` that says when its first step begins, which is after much else has been prepared."""
+
+    def announce(self, told: Callable[[], None]) -> None:
+        """Have ``told`` called once, when the model is about to compute for the first time."""
+        ...
+
+
+@runtime_checkable
 class Streaming(Protocol):
     """A decoder's `StageRun` that may hand on a clip before it has decoded it all."""
 

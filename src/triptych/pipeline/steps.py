@@ -63,6 +63,8 @@ class SteppedBlock:
         self._step: tuple[Any, Any] | None = None
         """Timestep and block state of the step that is being computed."""
         self._saved: Saved | None = None
+        self.computes: Callable[[], None] | None = None
+        """Called when the first step is about to be computed."""
         self._pipeline: Any = pipeline
         block = copy.deepcopy(block)
         self._wrapped: list[tuple[Any, str]] = []
@@ -135,6 +137,7 @@ class SteppedBlock:
 
     def _let_go(self) -> None:
         """Drop all that the run held, at once rather than when Python next looks for cycles."""
+        self.computes = None
         self._greenlet = self._here = self._baseline = self._saved = self._step = self._pipeline = None
         while self._wrapped:
             owner, name = self._wrapped.pop()
@@ -163,8 +166,7 @@ class SteppedBlock:
                 self._here = components, block_state
                 _to_caller()
                 self._here = None
-            self._step = arguments.get("t"), block_state
-            self._clock.begin(*self._step, anew=True)
+            self._begin_step(arguments.get("t"), block_state)
             result = compute(components, block_state, **arguments)
             self._step = None
             self._clock.memory.values = None
@@ -172,6 +174,13 @@ class SteppedBlock:
             return result
 
         return loop_step
+
+    def _begin_step(self, timestep: Any, block_state: Any) -> None:
+        self._step = timestep, block_state
+        self._clock.begin(timestep, block_state, anew=True)
+        computes, self.computes = self.computes, None
+        if computes is not None:
+            computes()
 
     def _chunk(self, compute: Any, components: Any, block_state: Any, arguments: dict[str, Any]) -> Any:
         """One round of a loop over chunks. It has no checkpoints: what a chunk has done lies in its own variables."""
@@ -194,8 +203,7 @@ class SteppedBlock:
                 self._step = self._clock.memory.values = None
                 _to_caller()
             self._begun += 1
-            self._step = timestep, block_state
-            self._clock.begin(*self._step, anew=True)
+            self._begin_step(timestep, block_state)
             told(*args, timestep=timestep, **more)
 
         self._wrap(guider, "set_state", set_state)

@@ -37,7 +37,7 @@ _COUNTS = {
     "prompt_misses": "Prompts that the text encoder had to compute.",
     "steps_skipped": "Denoiser forwards that step caching made short.",
     "turnovers": "Stages that began when the one before was over, and were known of by then.",
-    "turnover_seconds": "Time in between, in which the device stood still.",
+    "turnover_seconds": "Time in between, until the model itself computed.",
 }
 """Fields of `Counts` as metrics."""
 

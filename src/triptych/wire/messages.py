@@ -104,7 +104,7 @@ class Counts(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     turnovers: int = 0
     """Stages that began when the one before was over, and were known of by then."""
     turnover_seconds: float = 0.0
-    """Time that passed in between."""
+    """Time that passed in between, until the model itself computed."""
 
 
 class Heartbeat(_FromInstance, frozen=True, tag="heartbeat"):

@@ -21,6 +21,7 @@ from triptych.errors import StageError
 from triptych.ids import Role
 from triptych.pipeline.frames import FrameStream
 from triptych.pipeline.stage import (
+    Announcing,
     Clip,
     Previewing,
     Resumable,
@@ -46,6 +47,7 @@ from triptych.worker.jobs import (
 )
 from triptych.worker.preview import PreviewThread
 from triptych.worker.threads import WorkerThread
+from triptych.worker.turnover import Turnover
 
 log = logging.getLogger(__name__)
 
@@ -63,6 +65,8 @@ class _Running:
     step: int
     saved_at: float
     """When its last checkpoint was taken, or it began; seconds of `time.monotonic`."""
+    computes: Callable[[], None]
+    """To be called when the model itself begins to compute."""
     streams: tuple[FrameStream, ...] = ()
     """Where its frames go, once the first is there."""
     saving: threading.Event | None = None
@@ -102,8 +106,7 @@ class ComputeThread(WorkerThread[ComputeJob]):
         self._show = show
         self._waiting: deque[ComputeJob] = deque()
         self._running: deque[_Running] = deque()
-        self._ended_at: float | None = None
-        """When the last stage was over, while nothing has begun since; seconds of `time.monotonic`."""
+        self._turnover = Turnover(tally)
         self._in_flight: SimpleQueue[torch.cuda.Event] = SimpleQueue()
 
     def work(self) -> None:
@@ -167,18 +170,14 @@ class ComputeThread(WorkerThread[ComputeJob]):
             seconds=time.perf_counter() - begun,
             step=run.step,
             saved_at=time.monotonic(),
+            computes=self._turnover.begins(job.ticket, alone=not self._running),
         )
         if isinstance(run, Streaming):
             run.stream_to(lambda clips: self._stream(running, clips))
-        self._count_turnover(job.ticket)
+        if lease.role is Role.DENOISER and isinstance(run, Announcing):
+            run.announce(running.computes)
+            running.computes = _nothing
         self._running.appendleft(running)
-
-    def _count_turnover(self, ticket: Ticket) -> None:
-        """Count how long the device has stood still for a stage that could have followed at once."""
-        if self._ended_at is not None and not self._running and ticket.since < self._ended_at:
-            self._tally.turnovers += 1
-            self._tally.turnover_seconds += time.monotonic() - self._ended_at
-        self._ended_at = None
 
     def _stream(self, running: _Running, clips: tuple[Clip, ...]) -> None:
         """Frames of a stage come while it goes on: from now on its lease is in the hands of whoever writes the file."""
@@ -206,6 +205,9 @@ class ComputeThread(WorkerThread[ComputeJob]):
         group = [running for running in group if not self._stops(running)]
         if not group:
             return
+        for running in group:
+            running.computes()
+            running.computes = _nothing
         begun, compiled = time.perf_counter(), self._tally.compilations
         results = self._advance(pipeline, group)
         seconds = time.perf_counter() - begun
@@ -250,7 +252,7 @@ class ComputeThread(WorkerThread[ComputeJob]):
         """Report what a step gave, and go on or hand on."""
         ticket = running.ticket
         if result is not None:
-            self._ended_at = time.monotonic()
+            self._turnover.ended()
         if isinstance(result, Exception):
             running.run.cancel()
             self._fail(running, result)
@@ -364,6 +366,10 @@ class ComputeThread(WorkerThread[ComputeJob]):
         if self._device.type == "cuda":
             return f"{self._device} {torch.cuda.get_device_name(self._device)}"
         return str(self._device)
+
+
+def _nothing() -> None:
+    """What is to be called of a stage that has long begun to compute."""
 
 
 def _restore(run: StageRun, resume: Payload) -> None:

@@ -18,7 +18,7 @@ from triptych.config import InstanceConfig
 from triptych.ids import Role
 from triptych.pipeline.checkpoint import Frozen
 from triptych.pipeline.load import load_cold
-from triptych.pipeline.stage import Clip, Resumable, RolePipeline, StageResult, StageRun, Streaming
+from triptych.pipeline.stage import Announcing, Clip, Resumable, RolePipeline, StageResult, StageRun, Streaming
 from triptych.wire.schema import RequestSchema
 from triptych.worker.ranks.leader import Leader, sent
 from triptych.worker.ranks.orders import Advance, Begin, Drop, Resume
@@ -138,6 +138,10 @@ class _StreamingRun(_LockstepRun):
 
 class _ResumableRun(_LockstepRun):
     """One that can be saved and continued."""
+
+    def announce(self, told: Callable[[], None]) -> None:
+        if isinstance(self._own, Announcing):
+            self._own.announce(told)
 
     def checkpoint(self) -> Frozen | None:
         assert isinstance(self._own, Resumable)
