@@ -55,6 +55,13 @@ def test_a_clip_becomes_an_mp4_that_plays_back_as_it_was() -> None:
         assert np.abs(got.astype(int) - sent).mean() < 4, "colours or order are wrong"
 
 
+def test_the_same_frames_give_the_same_bytes_every_time() -> None:
+    y, x = np.mgrid[0:32, 0:48]
+    waves = [np.stack([x * 5 + i * 9, y * 7 + i * 4, (x + y) * 3 + i * 11], -1) % 256 for i in range(9)]
+    clip = Clip(frames=np.stack(waves).astype(np.uint8), fps=16)
+    assert len({encode_clip(clip, "mp4").data for _ in range(150)}) == 1
+
+
 def test_players_can_start_before_the_end_has_arrived() -> None:
     data = encode_clip(Clip(frames=moving(), fps=8), "mp4").data
     assert 0 < data.find(b"moov") < data.find(b"mdat")
