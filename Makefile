@@ -13,14 +13,14 @@ VISION_READY := $(VISION)/.ready
 # Where the plain torch is a CUDA build of several GB: make demo TORCH_INDEX=<address of an index of CPU builds>
 TORCH_INDEX ?=
 
-.PHONY: demo test test-vision check bench chaos fuzz soak
+.PHONY: demo test test-vision check bench chaos families fuzz soak
 
 demo: $(READY)
 	$(BIN)/triptych demo --output outputs/demo.mp4
 
 # Three at a time, each with one thread: much of a test is waiting for other processes, and two cores are to be busy.
 test: $(READY)
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -m "not gpu and not chaos and not vision" -n 3 --dist loadfile --no-loadscope-reorder
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -m "not gpu and not chaos and not families and not vision" -n 3 --dist loadfile --no-loadscope-reorder
 
 test-vision: $(VISION_READY)
 	OMP_NUM_THREADS=1 $(VISION)/bin/python -m pytest -m "vision and not gpu"
@@ -34,6 +34,10 @@ check: $(READY)
 # Kills, freezes and stops of every process in every state of a request.
 chaos: $(READY)
 	$(BIN)/python -m pytest -q tests/e2e/test_chaos.py
+
+# Every family of models in real processes, each role from a folder with its own weights.
+families: $(READY)
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q tests/e2e/test_families.py -m "not vision" -n 2
 
 # Ten times the hostile frames of a normal test run, at every socket of a server and an instance.
 fuzz: $(READY)
