@@ -98,7 +98,7 @@ CASES: dict[str, Case] = {
 }
 EDITS: dict[str, Case] = {
     "qwen_edit": started_from(EDIT),
-    "qwen_edit_plus": started_from(EDIT),
+    "qwen_edit_plus": Case(request=EDIT | {"image": [picture(VIDEO, 1), picture(VIDEO, 2)]}, keeps=("vae",)),
     "qwen_layered": started_from(EDIT, layers=2),
 }
 OFTEN = ("wan_flf2v", "ltx2", "sdxl")
@@ -108,17 +108,23 @@ OFTEN = ("wan_flf2v", "ltx2", "sdxl")
 def without_processes(model: Path, work: Path, case: Case) -> list[Any]:
     """The clips that the roles make when they hand over to each other directly."""
     files: list[bytes] = []
-    asked: dict[str, Any] = {"seed": 11}
-    for name, value in case.request.items():
-        if isinstance(value, Image.Image | Film):
-            files.append(png(value) if isinstance(value, Image.Image) else value.file)
-            value = {"blob": len(files) - 1}
-        asked[name] = value
+
+    def filed(value: Any) -> Any:
+        if isinstance(value, list):
+            return [filed(item) for item in value]
+        if not isinstance(value, Image.Image | Film):
+            return value
+        files.append(png(value) if isinstance(value, Image.Image) else value.file)
+        return {"blob": len(files) - 1}
+
+    asked = {"seed": 11, **{name: filed(value) for name, value in case.request.items()}}
     return list(Trio(model, work, encoder_keeps=case.keeps).generate(asked, files))
 
 
 def said(value: Any) -> Any:
     """A value of a request as JSON can hold it."""
+    if isinstance(value, list):
+        return [said(item) for item in value]
     if isinstance(value, Image.Image):
         return f"data:image/png;base64,{base64.b64encode(png(value)).decode()}"
     return f"data:video/webm;base64,{base64.b64encode(value.file).decode()}" if isinstance(value, Film) else value
