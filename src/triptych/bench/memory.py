@@ -118,7 +118,10 @@ def main(argv: Sequence[str]) -> int:
             device=args.device or detect_device(),
             **said,
         )
-        found = list(rows(part, wanted))
+        found: list[tuple[str, Usage]] = []
+        for name, usage in rows(part, wanted):
+            found.append((name, usage))
+            print(f"{name}: peak allocated {_gigabytes(usage.allocated)} GB", flush=True)
     print_rows(found, f"{args.config}, {args.shape or 'its own shape'}, {part.device}")
     return 0
 

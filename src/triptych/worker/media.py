@@ -50,8 +50,8 @@ _STILL_OPTIONS: Final[dict[OutputFormat, dict[str, Any]]] = {
 
 _X264: Final[dict[str, str]] = {"crf": "18", "preset": "veryfast"}  # a third of medium's time for files of equal size
 _X264_THREADS: Final = 4
-# With AVX-512 x264's macroblock tree reads memory that nobody has written and weighs blocks by it, at most widths: other
-# bytes from run to run, at 832x480 too.
+# With AVX-512 x264's macroblock tree reads memory that nobody has written, at most widths, and weighs blocks by it:
+# other bytes from run to run, at 832x480 too.
 _X264_BELOW_AVX512: Final[dict[str, str]] = {"x264-params": "asm=avx2"}
 _CONVERSION: Final = Interpolation.BICUBIC | Interpolation.ACCURATE_RND | Interpolation.BITEXACT
 _LAYOUTS: Final[dict[int, str]] = {1: "mono", 2: "stereo"}
