@@ -121,8 +121,7 @@ class Streaming(Protocol):
     def stream_to(self, deliver: Callable[[tuple[Clip, ...]], None]) -> None:
         """Have `advance` call ``deliver`` with clips of a `FrameStream`, if it can, once the first frames are there.
 
-        The caller closes the stream, or fails it, when `advance` returns or raises; what that returns is then complete
-        but need not be read.
+        The caller closes the stream, or fails it, when `advance` returns or raises; what that returns has then no clips.
         """
         ...
 
