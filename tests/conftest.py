@@ -2,13 +2,27 @@
 
 from __future__ import annotations
 
+import os
 from typing import Any
 
 import pytest
 from hypothesis import HealthCheck, settings
 
+from triptych.launch import ports
+
 settings.register_profile("tests", deadline=None, suppress_health_check=[HealthCheck.too_slow])
 settings.load_profile("tests")  # how long an example takes is the machine's matter
+
+
+def _keep_to_own_ports() -> None:
+    """Processes that share the tests also share out the ports, so that what starts again finds its port free."""
+    number = int(os.environ.get("PYTEST_XDIST_WORKER", "gw0").removeprefix("gw"))
+    width = (ports.HIGHEST - ports.LOWEST) // int(os.environ.get("PYTEST_XDIST_WORKER_COUNT", "1"))
+    ports.LOWEST += number * width
+    ports.HIGHEST = ports.LOWEST + width
+
+
+_keep_to_own_ports()
 
 LONGEST = (
     "tests/e2e/test_chaos.py",

@@ -9,12 +9,12 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from triptych.bench.control import free_ports
 from triptych.bench.noop import NoopInstance
 from triptych.config import RouterConfig, ServerConfig
 from triptych.core.events import JobState
 from triptych.core.instance_events import Ended
 from triptych.ids import ROLES, RequestId, Role
+from triptych.launch.ports import free_ports
 from triptych.server.service import DiffusionService, JobRecord
 from triptych.wire.messages import Lease, Outcome
 
@@ -83,7 +83,7 @@ class House:
 
     def __init__(self, outputs: Path) -> None:
         self.outputs = outputs
-        self.port = free_ports(16)
+        self.port, *_ = free_ports(16)
         self.service: DiffusionService
         self.puppets: list[Puppet] = []
         self._next_port = self.port + 5

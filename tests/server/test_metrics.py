@@ -97,7 +97,7 @@ async def test_info_is_plain_and_names_roles_instances_and_leases(house: House) 
     }
     (instance,) = info["instances"]
     assert instance["leases"] == [{"request": record.id, "role": "encoder", "attempt": 1}]
-    assert instance["pool_bytes"] == house.service.largest_pool()
+    assert instance["pool_bytes"] == house.service.largest_pool(Role.ENCODER)
 
 
 def no_gauges() -> Gauges:

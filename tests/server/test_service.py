@@ -331,12 +331,12 @@ def test_a_running_server_has_loaded_no_torch(tmp_path: Path) -> None:
     code = """
 import asyncio, sys
 from pathlib import Path
-from triptych.bench.control import free_ports
+from triptych.launch.ports import free_ports
 from triptych.config import ServerConfig
 from triptych.server.service import DiffusionService
 
 async def serve():
-    port = free_ports(5)
+    port, *_ = free_ports(5)
     service = DiffusionService(ServerConfig(port=port, scheduler_port=port + 1, output_dir=Path(sys.argv[1])))
     await service.start()
     assert not service.readiness().ready

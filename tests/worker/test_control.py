@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import socket
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -17,6 +16,7 @@ from triptych.core.instance import InstanceMachine
 from triptych.core.instance_events import Ended, Stop, Usage
 from triptych.errors import ConfigError, TransferError
 from triptych.ids import ROLES, CopyId, Epoch, InstanceId, RequestId, Role
+from triptych.launch.ports import free_ports
 from triptych.pipeline.stage import RolePipeline
 from triptych.transport.control.instance import InstanceControl
 from triptych.transport.control.server import ServerControl
@@ -56,17 +56,10 @@ ME, LIFE, SERVER = InstanceId("i"), Epoch("e"), Epoch("server")
 SCHEMA = RequestSchema(model="m", pipeline="P", split="modular", task="text-to-video", output="video", params=())
 
 
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port: int = probe.getsockname()[1]
-        return port
-
-
 def _server() -> tuple[ServerControl, int]:
     """A server on four ports in a row; others may take one of them between the asking and the binding."""
     while True:
-        port = free_port()
+        port = free_ports(1)[0]
         try:
             return ServerControl("127.0.0.1", port), port
         except ConfigError:
@@ -79,7 +72,7 @@ class Stand:
     def __init__(self) -> None:
         self.loading = threading.Event()
         self.server, self.port = _server()
-        self.work_url = f"tcp://127.0.0.1:{(work_port := free_port())}"
+        self.work_url = f"tcp://127.0.0.1:{(work_port := free_ports(1)[0])}"
         self.control = InstanceControl(
             bind_host="127.0.0.1", work_port=work_port, server_addr=f"tcp://127.0.0.1:{self.port}"
         )

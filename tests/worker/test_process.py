@@ -5,7 +5,6 @@ from __future__ import annotations
 import io
 import os
 import signal
-import socket
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -37,6 +36,7 @@ from triptych.core.events import (
 )
 from triptych.core.router import Router
 from triptych.ids import ROLES, Epoch, RequestId, Role
+from triptych.launch.ports import free_ports
 from triptych.transport.control.server import ServerControl
 from triptych.wire.messages import (
     Fetched,
@@ -57,26 +57,11 @@ SMALL = {"prompt": "a red circle on a blue background", "seed": 7, "height": 64,
 ENDED = (JobState.DONE, JobState.FAILED, JobState.CANCELLED, JobState.TIMED_OUT)
 
 
-def free_port(run: int = 1) -> int:
-    """The first of ``run`` consecutive ports that nobody has."""
-    while True:
-        with socket.socket() as probe:
-            probe.bind(("127.0.0.1", 0))
-            first: int = probe.getsockname()[1]
-        try:
-            for port in range(first, first + run):
-                with socket.socket() as probe:
-                    probe.bind(("127.0.0.1", port))
-        except OSError:
-            continue
-        return first
-
-
 class Desk:
     """The server's part, turned by the test: the router over real sockets, and a list of all that was said."""
 
     def __init__(self) -> None:
-        self.port = free_port(4)
+        self.port = free_ports(4)[0]
         urls = {role: f"tcp://127.0.0.1:{self.port + n}" for n, role in enumerate(ROLES, 1)}
         self.control = ServerControl("127.0.0.1", self.port)
         self.router = Router(RouterConfig(lease_timeout=10), Epoch("server"), urls)
@@ -146,7 +131,7 @@ class Instance:
     """One role process."""
 
     def __init__(self, desk: Desk, *roles: Role, log: Path, **options: Any) -> None:
-        self.port = free_port()
+        self.port = free_ports(1)[0]
         self.log = log
         config = {
             "slots": 2,

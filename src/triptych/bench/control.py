@@ -11,7 +11,6 @@ import asyncio
 import contextlib
 import math
 import resource
-import socket
 import subprocess
 import sys
 import tempfile
@@ -29,13 +28,13 @@ from triptych.config import ServerConfig
 from triptych.core.events import JobState
 from triptych.errors import StageError
 from triptych.ids import ROLES
+from triptych.launch.ports import free_ports
 from triptych.server.service import DiffusionService
 
 SLOTS = 256
 """Leases of each no-op instance: enough that the control plane is measured and not the size of the pool."""
 WARM_UP_SECONDS = 0.5
 READY_SECONDS = 30.0
-_PORTS = range(20000, 32000)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -70,7 +69,7 @@ def run_control_bench(
 
 
 async def _bench(outstanding: Sequence[int], seconds: float, slots: int, journal: bool) -> list[Row]:
-    base = free_ports(5 + len(ROLES))
+    base, *_ = free_ports(5 + len(ROLES))
     with tempfile.TemporaryDirectory(prefix="triptych-bench-") as folder:
         state = Path(folder) / "state" if journal else None
         config = ServerConfig(port=base, scheduler_port=base + 1, output_dir=Path(folder), state_dir=state)
@@ -164,24 +163,6 @@ def _cpu_seconds(instances: Sequence[psutil.Process]) -> tuple[float, float]:
 def _percentile(ordered: Sequence[float], share: float) -> float:
     """The smallest value that at least ``share`` of all are not above."""
     return ordered[max(0, math.ceil(share * len(ordered)) - 1)]
-
-
-def free_ports(count: int) -> int:
-    """The first of ``count`` ports in a row that are free at present, below the kernel's own ephemeral ports."""
-    with socket.socket() as probe:  # where to begin: processes that look at the same time should not meet
-        probe.bind(("127.0.0.1", 0))
-        offset = probe.getsockname()[1] * count
-    span = _PORTS.stop - _PORTS.start - count
-    for step in range(0, span, count):
-        base = _PORTS.start + (offset + step) % span
-        with contextlib.ExitStack() as stack:
-            try:
-                for port in range(base, base + count):
-                    stack.enter_context(socket.socket()).bind(("127.0.0.1", port))
-            except OSError:
-                continue
-            return base
-    raise StageError(f"no {count} free ports in a row between {_PORTS.start} and {_PORTS.stop}")
 
 
 def show(rows: Sequence[Row], console: Console, *, journal: bool = False) -> None:

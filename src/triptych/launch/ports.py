@@ -8,7 +8,7 @@ import socket
 from triptych.errors import ConfigError
 
 _handed_out: set[int] = set()
-_LOWEST, _HIGHEST = 20000, 32000
+LOWEST, HIGHEST = 20000, 32000
 """Below the ephemeral ports of Linux, so that no outgoing connection takes a port between choosing and binding, and
 outside 15000 to 17000, where Mooncake takes its own."""
 
@@ -22,14 +22,14 @@ def free_ports(count: int, host: str = "127.0.0.1") -> list[int]:
     with socket.socket() as probe:
         probe.bind((host, 0))
         offset = probe.getsockname()[1]
-    span = _HIGHEST - _LOWEST - count
+    span = HIGHEST - LOWEST - count
     for step in range(0, span, count):
-        first = _LOWEST + (offset * 7 + step) % span
+        first = LOWEST + (offset * 7 + step) % span
         ports = list(range(first, first + count))
         if _handed_out.isdisjoint(ports) and all(is_free(port, host) for port in ports):
             _handed_out.update(ports)
             return ports
-    raise ConfigError(f"no {count} neighbouring free ports between {_LOWEST} and {_HIGHEST} on {host}")
+    raise ConfigError(f"no {count} neighbouring free ports between {LOWEST} and {HIGHEST} on {host}")
 
 
 def is_free(port: int, host: str = "127.0.0.1") -> bool:
