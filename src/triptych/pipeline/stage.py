@@ -121,7 +121,7 @@ class Streaming(Protocol):
     def stream_to(self, deliver: Callable[[tuple[Clip, ...]], None]) -> None:
         """Have `advance` call ``deliver`` with clips of a `FrameStream`, if it can, once the first frames are there.
 
-        The caller closes the stream, or fails it, when `advance` returns or raises; what that returns has then no clips.
+        The caller closes the stream, or fails it, when `advance` returns or raises, and gets no clips from that then.
         """
         ...
 
