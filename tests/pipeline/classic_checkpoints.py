@@ -35,7 +35,7 @@ from transformers import (
 )
 
 from .checkpoints import clip_tokenizer, qwen_tokenizer, seeded, t5_tokenizer
-from .classic_image_checkpoints import glm_image, pixart_sigma, sana, sdxl, stable_diffusion
+from .classic_image_checkpoints import glm_image, hunyuan_image, pixart_sigma, sana, sdxl, stable_diffusion
 from .classic_parts import clip_text_config, t5
 
 # -- CogVideoX --------------------------------------------------------------------------------------------------------
@@ -187,5 +187,6 @@ CLASSIC_BUILDERS: dict[str, Callable[[Path], None]] = {
     "pixart_sigma": pixart_sigma,
     "sana": sana,
     "glm_image": glm_image,
+    "hunyuan_image": hunyuan_image,
 }
 """Family name -> what writes its checkpoint into a folder."""

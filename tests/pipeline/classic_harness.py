@@ -44,6 +44,7 @@ REQUESTS: dict[str, dict[str, Any]] = {
     "sana": IMAGE | {"guidance_scale": 4.5, "max_sequence_length": 16, "num_inference_steps": 2},
     "glm_image": {"prompt": 'a sign "cat"', "height": 32, "width": 32, "num_inference_steps": 2,
                   "guidance_scale": 1.5, "max_sequence_length": 64},
+    "hunyuan_image": IMAGE | {"guidance_scale": 6.0},
 }  # fmt: skip
 
 
@@ -74,6 +75,11 @@ def whole(folder: Path, request: dict[str, Any], seed: int, dtype: torch.dtype =
     accepted = inspect.signature(pipeline.__call__).parameters
     if "max_guidance_scale" in accepted:
         arguments["max_guidance_scale"] = arguments.pop("guidance_scale")
+    elif "guidance_scale" not in accepted:
+        scale = arguments.pop("guidance_scale")
+        pipeline.guider, pipeline.ocr_guider = (
+            guider.new(guidance_scale=scale) for guider in (pipeline.guider, pipeline.ocr_guider)
+        )
     count = arguments.pop("n", 1)
     arguments |= {name: count for name in ("num_images_per_prompt", "num_videos_per_prompt") if name in accepted}
     result = pipeline(**arguments, generator=torch.Generator("cpu").manual_seed(seed), output_type="pil")

@@ -8,12 +8,15 @@ from typing import Any
 from diffusers import (
     AutoencoderDC,
     AutoencoderKL,
+    AutoencoderKLHunyuanImage,
     DPMSolverMultistepScheduler,
     EulerAncestralDiscreteScheduler,
     EulerDiscreteScheduler,
     FlowMatchEulerDiscreteScheduler,
     GlmImagePipeline,
     GlmImageTransformer2DModel,
+    HunyuanImagePipeline,
+    HunyuanImageTransformer2DModel,
     PixArtSigmaPipeline,
     PixArtTransformer2DModel,
     SanaPipeline,
@@ -22,6 +25,7 @@ from diffusers import (
     StableDiffusionXLPipeline,
     UNet2DConditionModel,
 )
+from diffusers.guiders import AdaptiveProjectedMixGuidance
 from diffusers.pipelines.stable_diffusion.safety_checker import StableDiffusionSafetyChecker
 from transformers import (
     ByT5Tokenizer,
@@ -39,7 +43,7 @@ from transformers import (
 )
 from transformers.convert_slow_tokenizer import bytes_to_unicode
 
-from .checkpoints import clip_tokenizer, image_vae, qwen_tokenizer, seeded, t5_tokenizer
+from .checkpoints import clip_tokenizer, image_vae, qwen_text_encoder, qwen_tokenizer, seeded, t5_tokenizer
 from .classic_parts import clip_text_config, t5
 
 
@@ -195,4 +199,28 @@ def glm_image(folder: Path) -> None:
             text_embed_dim=32, time_embed_dim=16, condition_dim=8, prior_vq_quantizer_codebook_size=32,
         ),
         scheduler=FlowMatchEulerDiscreteScheduler(),
+    ).save_pretrained(folder)  # fmt: skip
+
+
+def hunyuan_image(folder: Path) -> None:
+    """HunyuanImage before distillation: guidance by one of two guiders, another for prompts with words to be drawn."""
+    tokenizer, glyphs = qwen_tokenizer(), ByT5Tokenizer()
+    HunyuanImagePipeline(
+        text_encoder=qwen_text_encoder(tokenizer),
+        tokenizer=tokenizer,
+        text_encoder_2=t5(glyphs),
+        tokenizer_2=glyphs,
+        transformer=seeded(
+            HunyuanImageTransformer2DModel,
+            in_channels=4, out_channels=4, num_attention_heads=2, attention_head_dim=8, num_layers=1,
+            num_single_layers=1, num_refiner_layers=1, text_embed_dim=16, text_embed_2_dim=32, rope_axes_dim=(4, 4),
+        ),
+        vae=seeded(
+            AutoencoderKLHunyuanImage,
+            in_channels=3, out_channels=3, latent_channels=4, block_out_channels=(32, 32, 32, 32), layers_per_block=1,
+            spatial_compression_ratio=8, sample_size=32, scaling_factor=0.7,
+        ),
+        scheduler=FlowMatchEulerDiscreteScheduler(shift=5.0),
+        guider=AdaptiveProjectedMixGuidance(guidance_scale=3.5, adaptive_projected_guidance_start_step=2),
+        ocr_guider=AdaptiveProjectedMixGuidance(guidance_scale=3.5, adaptive_projected_guidance_start_step=3),
     ).save_pretrained(folder)  # fmt: skip

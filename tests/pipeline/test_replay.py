@@ -46,6 +46,8 @@ def test_three_roles_give_the_bytes_of_the_whole_pipeline(
         ("cogvideox_i2v", {"guidance_scale": 1.0, "height": 48, "num_frames": 17}),
         ("svd", {"guidance_scale": 1.0, "num_frames": 2, "fps": 12}),
         ("sdxl", {"n": 2, "guidance_scale": 1.0, "width": 64}),
+        ("hunyuan_image", {"guidance_scale": 2.0, "prompt": 'a sign that says "cat"'}),
+        ("hunyuan_image", {"guidance_scale": 1.0}),
         ("sdxl", {"num_inference_steps": 7, "guidance_scale": 12.0, "negative_prompt": None}),
     ],
 )
@@ -58,6 +60,14 @@ def test_other_requests_match_too(
     assert len(clips) == len(expected) == changes.get("n", 1)
     for clip, frames in zip(clips, expected, strict=True):
         assert np.array_equal(clip.frames, frames)
+
+
+def test_guidance_of_a_model_that_is_not_distilled_goes_to_its_guider(trios: Trios) -> None:
+    trio, request = trios("hunyuan_image"), REQUESTS["hunyuan_image"] | {"seed": 7}
+    scale = next(param for param in trio.pipelines[Role.ENCODER].schema.params if param.name == "guidance_scale")
+    assert scale.default == 3.5
+    guided, more = (trio.generate(request | {"guidance_scale": scale})[0].frames for scale in (2.0, 12.0))
+    assert not np.array_equal(guided, more)
 
 
 def test_roles_in_one_process_give_the_same_as_three(classic_checkpoint: Checkpoint, trios: Trios) -> None:

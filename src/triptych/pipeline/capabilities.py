@@ -30,7 +30,7 @@ Split = Literal["modular", "replay"]
 
 TESTED = frozenset(
     {"CogVideoXImageToVideoPipeline", "CogVideoXPipeline", "Flux2KleinPipeline", "Flux2Pipeline", "FluxImg2ImgPipeline",
-     "FluxInpaintPipeline", "FluxPipeline", "GlmImagePipeline", "HeliosPipeline", "HunyuanVideo15Pipeline",
+     "FluxInpaintPipeline", "FluxPipeline", "GlmImagePipeline", "HeliosPipeline", "HunyuanImagePipeline", "HunyuanVideo15Pipeline",
      "HunyuanVideoPipeline", "LTX2ImageToVideoPipeline", "LTX2Pipeline", "LTXImageToVideoPipeline", "LTXPipeline",
      "MochiPipeline", "PixArtSigmaPipeline", "QwenImageEditPipeline", "QwenImageEditPlusPipeline",
      "QwenImageImg2ImgPipeline", "QwenImageInpaintPipeline", "QwenImageLayeredPipeline", "QwenImagePipeline",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import inspect
 from collections.abc import Mapping
 from pathlib import Path
@@ -47,6 +48,7 @@ def load_replay(loading: Loading, index: dict[str, Any]) -> ReplayRolePipeline:
     stand_ins: dict[str, Any] = {
         name: _stand_in(folder, name, entry, classes[name], loading.dtype, where) for name, entry in present.items()
     }
+    anatomy = _as_guided(anatomy, stand_ins)
     if team is not None and team.wish.encoder_tp > 1:
         raise ConfigError(f"encoder-tp={team.size}: {kind.__name__} is split by replay, whose encoder is on one GPU")
     # Its guidance is one forward of a doubled batch, so branches are not apart.
@@ -80,6 +82,19 @@ def load_replay(loading: Loading, index: dict[str, Any]) -> ReplayRolePipeline:
         owned=owned,
         adapters=adapters,
     )
+
+
+def _as_guided(anatomy: Anatomy, components: Mapping[str, Any]) -> Anatomy:
+    """The anatomy without a distilled model's scale where the model is none: its guider then has the scale.
+
+    HunyuanImage has weights of both kinds in one class, which reads the call's scale for the distilled ones alone.
+    """
+    has_guider = any(hasattr(component, "prepare_models") for component in components.values())
+    embeds = any(getattr(components[name].config, "guidance_embeds", False) for name in anatomy.denoisers)
+    if not has_guider or embeds:
+        return anatomy
+    read = {name: default for name, default in anatomy.parameters.items() if name != "distilled_guidance_scale"}
+    return dataclasses.replace(anatomy, parameters=read)
 
 
 def _as_stock(component: torch.nn.Module) -> torch.nn.Module:
