@@ -28,7 +28,7 @@ from triptych.pipeline.preview import PREVIEW, Projection, middle_frame
 from triptych.pipeline.request import complete, first_state, guider_settings
 from triptych.pipeline.shift import shifted
 from triptych.pipeline.stage import Clip, StageOutput, StageResult, StageRun
-from triptych.pipeline.steps import StepClock, SteppedBlock, exact_timestep, refuse_while_preparing
+from triptych.pipeline.steps import StepClock, SteppedBlock, exact_timestep
 from triptych.pipeline.together import Once, advance_together
 from triptych.wire.schema import RequestSchema
 
@@ -59,9 +59,7 @@ class ModularRolePipeline:
         shared: GuiderShare | None = None,
         adapters: Adapters | None = None,
         projection: Projection | None = None,
-        prepares: bool = False,
     ) -> None:
-        """``prepares``: whether runs may be prepared beside others, as the denoiser's weights stay where they are."""
         self._loaded = loaded
         self._cut = cut
         self._family = family
@@ -73,11 +71,6 @@ class ModularRolePipeline:
         self._shared = shared
         self.adapters = adapters or Adapters((), ())
         self.projection = projection
-        self.prepares = prepares and Role.DENOISER in loaded
-        if self.prepares:
-            for component in loaded[Role.DENOISER].pipeline.components.values():
-                if isinstance(component, torch.nn.Module):
-                    refuse_while_preparing(component, self._clock)
         if family.exact_timestep and Role.DENOISER in loaded:
             for name, component in loaded[Role.DENOISER].pipeline.components.items():
                 if isinstance(component, torch.nn.Module) and name.startswith("transformer"):
@@ -364,10 +357,6 @@ class _DenoiseStage:
             self._owner.adapters.choose(self._adapters)
             state = self.stepped.advance()
             return None if state is None else self._owner.denoised(state)
-
-    def prepare(self) -> None:
-        with guarded(Role.DENOISER):
-            self.stepped.prepare()
 
     def announce(self, told: Callable[[], None]) -> None:
         self.stepped.computes = told

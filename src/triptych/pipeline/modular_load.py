@@ -108,7 +108,6 @@ class _Plan:
             shared=shared or self._joined,
             adapters=adapters,
             projection=self._projection(loaded),
-            prepares=Role.DENOISER not in model.offload,
         )
         return pipeline, loaded
 

@@ -17,6 +17,7 @@ import torch
 
 from triptych.accel.tally import Tally
 from triptych.core.instance_events import ComputeStarted, Ended, Stepped
+from triptych.errors import StageError
 from triptych.ids import Role
 from triptych.pipeline.frames import FrameStream
 from triptych.pipeline.stage import (
@@ -31,7 +32,6 @@ from triptych.pipeline.stage import (
     Together,
 )
 from triptych.transport.data.protocol import Payload
-from triptych.worker.ahead import Ahead, begin, own
 from triptych.worker.failure import failed, given_up, stopped
 from triptych.worker.jobs import (
     CheckpointJob,
@@ -107,7 +107,6 @@ class ComputeThread(WorkerThread[ComputeJob]):
         self._waiting: deque[ComputeJob] = deque()
         self._running: deque[_Running] = deque()
         self._turnover = Turnover(tally)
-        self._ahead = Ahead(torch.device(device))
         self._in_flight: SimpleQueue[torch.cuda.Event] = SimpleQueue()
 
     def work(self) -> None:
@@ -123,17 +122,12 @@ class ComputeThread(WorkerThread[ComputeJob]):
                 seconds=time.perf_counter() - begun,
             )
         )
-        busy = False  # with a step that was launched and need not be done yet
         while self._take_jobs():
             self._drop_cancelled()
             while self._waiting and len(self._running) < self._max_running:
                 self._begin(pipeline, self._waiting.popleft())
-            if busy and self._waiting:
-                self._ahead.prepare(pipeline, self._waiting[0])
             if self._running:
                 self._turn(pipeline, self._next(pipeline))
-            busy = bool(self._running)
-        self._ahead.drop()
         for running in self._running:
             running.run.cancel()
 
@@ -155,25 +149,25 @@ class ComputeThread(WorkerThread[ComputeJob]):
     def _drop_cancelled(self) -> None:
         for job in [j for j in self._waiting if j.ticket.cancelled.is_set() or j.ticket.suspended.is_set()]:
             self._waiting.remove(job)
-            self._ahead.drop(job)
             self._post(Ended(outcome=stopped(self._identity, job.ticket.lease)))
 
     def _begin(self, pipeline: RolePipeline, job: ComputeJob) -> None:
         lease = job.ticket.lease
         self._post(ComputeStarted(lease=lease))
+        begun = time.perf_counter()
         try:
-            if self._device.type == "cuda":
-                own(job, torch.cuda.current_stream(self._device))
-            begun = self._ahead.take(job) or begin(pipeline, job)
+            self._own(job)
+            run = pipeline.start(lease.role, job.params, [(p.tree, p.tensors) for p in job.inputs], job.images)
+            if job.resume is not None:
+                _restore(run, job.resume)
         except Exception as error:
             self._refuse(job.ticket, error)
             return
-        run = begun.run
         running = _Running(
             ticket=job.ticket,
             run=run,
             wanted=job.params.get("output_format"),
-            seconds=begun.seconds,
+            seconds=time.perf_counter() - begun,
             step=run.step,
             saved_at=time.monotonic(),
             computes=self._turnover.begins(job.ticket, alone=not self._running),
@@ -189,6 +183,12 @@ class ComputeThread(WorkerThread[ComputeJob]):
         """Frames of a stage come while it goes on: from now on its lease is in the hands of whoever writes the file."""
         running.streams = tuple(clip.frames for clip in clips if isinstance(clip.frames, FrameStream))
         self._encode(MediaJob(ticket=running.ticket, clips=clips, wanted=running.wanted))
+
+    def _own(self, job: ComputeJob) -> None:
+        """Tell the allocator that this thread's stream reads the inputs, which another stream brought."""
+        payloads = job.inputs if job.resume is None else (*job.inputs, job.resume)
+        for tensor in (t for p in payloads for t in p.tensors if t.is_cuda):
+            tensor.record_stream(torch.cuda.current_stream(self._device))
 
     def _next(self, pipeline: RolePipeline) -> list[_Running]:
         """The stage whose turn it is, with all others that can share it."""
@@ -370,3 +370,9 @@ class ComputeThread(WorkerThread[ComputeJob]):
 
 def _nothing() -> None:
     """What is to be called of a stage that has long begun to compute."""
+
+
+def _restore(run: StageRun, resume: Payload) -> None:
+    if not isinstance(run, Resumable):
+        raise StageError("a run of this pipeline cannot resume from a checkpoint", retryable=True)
+    run.restore(resume.tree, resume.tensors)
