@@ -31,7 +31,8 @@ Split = Literal["modular", "replay"]
 TESTED = frozenset(
     {"CogVideoXImageToVideoPipeline", "CogVideoXPipeline", "Flux2KleinPipeline", "Flux2Pipeline", "FluxImg2ImgPipeline",
      "FluxInpaintPipeline", "FluxPipeline", "GlmImagePipeline", "HeliosPipeline", "HunyuanImagePipeline",
-     "HunyuanVideo15Pipeline", "HunyuanVideoPipeline", "LTX2ImageToVideoPipeline", "LTX2Pipeline", "LTXImageToVideoPipeline", "LTXPipeline",
+     "HunyuanVideo15Pipeline", "HunyuanVideoPipeline", "LTX2ImageToVideoPipeline", "LTX2Pipeline",
+     "LTXImageToVideoPipeline", "LTXPipeline",
      "MochiPipeline", "PixArtSigmaPipeline", "QwenImageEditPipeline", "QwenImageEditPlusPipeline",
      "QwenImageImg2ImgPipeline", "QwenImageInpaintPipeline", "QwenImageLayeredPipeline", "QwenImagePipeline",
      "SanaPipeline", "StableDiffusion3Pipeline", "StableDiffusionPipeline", "StableDiffusionXLImg2ImgPipeline",
