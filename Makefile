@@ -39,7 +39,7 @@ chaos: $(READY)
 families: $(READY)
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q tests/e2e/test_families.py -m "not vision" -n 2
 
-# Ten times the hostile frames of a normal test run, at every socket of a server and an instance.
+# Twenty times the hostile frames of a normal test run, at each socket of a server and an instance.
 fuzz: $(READY)
 	TRIPTYCH_FUZZ_FRAMES=200000 $(BIN)/python -m pytest -q tests/e2e/test_fuzz.py --timeout 1200
 
