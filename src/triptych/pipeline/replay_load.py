@@ -90,7 +90,8 @@ def _as_guided(anatomy: Anatomy, components: Mapping[str, Any]) -> Anatomy:
     HunyuanImage has weights of both kinds in one class, which reads the call's scale for the distilled ones alone.
     """
     has_guider = any(hasattr(component, "prepare_models") for component in components.values())
-    embeds = any(getattr(components[name].config, "guidance_embeds", False) for name in anatomy.denoisers)
+    denoisers = [components[name] for name in anatomy.denoisers if name in components]
+    embeds = any(getattr(denoiser.config, "guidance_embeds", False) for denoiser in denoisers)
     if not has_guider or embeds:
         return anatomy
     read = {name: default for name, default in anatomy.parameters.items() if name != "distilled_guidance_scale"}
