@@ -39,5 +39,6 @@ def test_a_pool_under_load_ends_every_request_and_leaves_no_segment(
     soak = run_soak(8.0, in_flight=3)
     assert soak.requests > 0
     assert {row.name for row in soak.rows} == {"server", "encoder-0", "denoiser-0", "decoder-0"}
+    assert soak.segments[0] == 3  # a pool of each role
     # So short a time says nothing of memory, threads and descriptors.
     assert [found for found in soak.judge() if "segments" in found or "ended" in found] == []

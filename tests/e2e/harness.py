@@ -37,8 +37,6 @@ SMALL: dict[str, Any] = {
 }
 """A request that takes a fraction of a second."""
 
-SHARED_MEMORY = Path("/dev/shm")
-
 
 def environment() -> dict[str, str]:
     """One thread for each process, whose results then do not depend on who else computes; no network."""
@@ -63,11 +61,6 @@ def running(pid: int) -> bool:
         return psutil.Process(pid).status() != psutil.STATUS_ZOMBIE
     except psutil.NoSuchProcess:
         return False
-
-
-def segments() -> set[str]:
-    """Names of our shared-memory segments that a process could leave behind; others' come and go meanwhile."""
-    return {path.name for path in SHARED_MEMORY.glob("*triptych*")}
 
 
 class Process:

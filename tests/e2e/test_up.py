@@ -13,8 +13,9 @@ import pytest
 
 import triptych
 from tests.e2e.conftest import Spawn
-from tests.e2e.harness import Api, Process, running, segments, until
+from tests.e2e.harness import Api, Process, running, until
 from triptych.launch.ports import free_ports
+from triptych.transport.data.segments import segments
 
 
 def family(process: Process) -> list[int]:
@@ -38,31 +39,29 @@ def start_up(spawn: Spawn, *words: str) -> tuple[Process, Api]:
     return process, Api(f"http://127.0.0.1:{port}")
 
 
-@pytest.mark.parametrize(
-    ("number", "instances"),
-    [
-        (signal.SIGINT, ["--encoders", "1", "--denoisers", "1", "--decoders", "1"]),
-        (signal.SIGKILL, ["--replicas", "1"]),
-    ],
-    ids=["ctrl-c", "kill-9"],
-)
-def test_up_leaves_no_process_no_socket_and_no_segment(
-    spawn: Spawn, number: signal.Signals, instances: list[str]
-) -> None:
-    before = segments()
-    process, api = start_up(spawn, *instances)
+def shared(pids: list[int]) -> set[str]:
+    """The shared-memory segments that processes have open or mapped."""
+    return set().union(*map(segments, pids))
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGKILL], ids=["ctrl-c", "kill-9"])
+def test_up_leaves_no_process_no_socket_and_no_segment(spawn: Spawn, number: signal.Signals) -> None:
+    process, api = start_up(spawn, "--encoders", "1", "--denoisers", "1", "--decoders", "1")
     api.make()
     api.close()
     children = family(process)
     ports = listening(children)
     assert len(ports) >= 5
-    assert len(children) >= 2
+    assert len(children) >= 4
+    memory = shared(children)
+    assert len(memory) == 3  # a pool of each role
     if number == signal.SIGINT:
         assert process.stop(number) == 0
     else:
         process.kill()
     until(lambda: not any(running(pid) for pid in children), "the end of every child")
-    assert segments() - before == set()
+    assert not memory & shared(psutil.pids())
+    assert not list(Path("/dev/shm").glob("*triptych*"))
     for port in ports:
         with socket.create_server(("127.0.0.1", port)):  # nobody listens there any more
             pass

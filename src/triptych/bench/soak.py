@@ -28,6 +28,7 @@ from triptych.errors import StageError
 from triptych.launch.args import ServerArgs
 from triptych.launch.pool import Pool, launch_pool_disagg_server
 from triptych.launch.ports import free_ports
+from triptych.transport.data.segments import segments
 
 GROWTH = 0.01
 """Share by which the resident memory of a process may grow after the warm-up."""
@@ -38,7 +39,6 @@ _SHAPES: tuple[dict[str, Any], ...] = (
     {"size": "64x32", "num_frames": 5, "num_inference_steps": 3},
     {"size": "64x64", "num_frames": 9, "num_inference_steps": 2},
 )
-_SEGMENTS = Path("/dev/shm")
 _READY_SECONDS = 300.0
 
 
@@ -74,7 +74,7 @@ class Soak:
     requests: int
     seconds: float
     segments: tuple[int, int]
-    """Shared-memory segments of ours, at the end of the warm-up and at the end."""
+    """Shared-memory segments that the processes have open or mapped, at the end of the warm-up and at the end."""
     complaints: list[str] = field(default_factory=list[str])
 
     def judge(self) -> list[str]:
@@ -166,6 +166,7 @@ async def _client(http: httpx.AsyncClient, number: int, stop: asyncio.Event, end
 
 def _look(pool: Pool) -> tuple[dict[str, Held], int]:
     held: dict[str, Held] = {}
+    shared: set[str] = set()
     for status in pool.statuses():
         if status.pid is None or status.restarts:
             raise StageError(f"{status.name} ended during the soak: {status.detail}")
@@ -174,7 +175,8 @@ def _look(pool: Pool) -> tuple[dict[str, Held], int]:
             held[status.name] = Held(
                 resident=process.memory_info().rss, descriptors=process.num_fds(), threads=process.num_threads()
             )
-    return held, sum(1 for _ in _SEGMENTS.glob("*triptych*"))
+        shared |= segments(status.pid)
+    return held, len(shared)
 
 
 def _least(samples: Sequence[tuple[dict[str, Held], int]], name: str) -> Held:

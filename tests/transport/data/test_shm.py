@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import signal
+import os
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -16,6 +16,7 @@ import torch
 from triptych.errors import TransferError
 from triptych.ids import RequestId
 from triptych.transport.data.protocol import DataPlane, Payload, Pull
+from triptych.transport.data.segments import segments
 from triptych.wire.manifest import Manifest
 
 MIB = 1 << 20
@@ -28,10 +29,9 @@ Sender = Any
 Send = Callable[..., Sender]
 
 
-def mapped() -> set[str]:
-    """The pools that this process has mapped, its own and those of others."""
-    mappings = psutil.Process().memory_maps(grouped=False)
-    return {mapping.path for mapping in mappings if "memfd:triptych" in mapping.path}
+def everywhere() -> set[str]:
+    """The pools that any process of this machine has open or mapped."""
+    return set().union(*map(segments, psutil.pids()))
 
 
 def changed(manifest: Manifest, **fields: object) -> Manifest:
@@ -115,9 +115,9 @@ def test_a_dead_sender_is_noticed_at_once_and_its_memory_is_let_go(
 ) -> None:
     plane, dead = open_here(), send()
     manifest = dead.stage()
-    before = mapped()
+    before = segments(os.getpid())
     pull(plane, manifest)
-    its = mapped() - before
+    its = segments(os.getpid()) - before
     assert its
     dead.kill()
     started = time.monotonic()
@@ -125,7 +125,7 @@ def test_a_dead_sender_is_noticed_at_once_and_its_memory_is_let_go(
         pull(plane, manifest, 120)
     assert time.monotonic() - started < 60  # not by the deadline
     pull(plane, sender.stage())
-    assert not its & mapped()
+    assert not its & segments(os.getpid())
 
 
 def test_a_restarted_sender_is_another_pool(open_here: Open, send: Send, pull: Puller) -> None:
@@ -139,15 +139,18 @@ def test_a_restarted_sender_is_another_pool(open_here: Open, send: Send, pull: P
 
 
 @pytest.mark.parametrize("ending", ["closed", "killed"])
-def test_nothing_is_left_behind_in_dev_shm(send: Send, ending: str) -> None:
-    sender = send()
-    sender.stage()
-    assert not list(Path("/dev/shm").glob("*triptych*"))
+def test_no_memory_is_left_behind(send: Send, open_here: Open, pull: Puller, ending: str) -> None:
+    sender, plane = send(), open_here()
+    pull(plane, sender.stage())
+    its = segments(sender.process.pid)
+    assert len(its) == 1
+    assert its <= segments(os.getpid())  # by which it was pulled from
     if ending == "closed":
         assert sender.close() == 0
     else:
-        sender.signal(signal.SIGKILL)
-        sender.process.wait()
+        sender.kill()
+    plane.close()
+    assert not its & everywhere()
     assert not list(Path("/dev/shm").glob("*triptych*"))
 
 

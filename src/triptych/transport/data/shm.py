@@ -22,6 +22,7 @@ import torch
 
 from triptych.errors import ConfigError, TransferError
 from triptych.transport.data.carrier import Allocate, within_pool
+from triptych.transport.data.segments import PREFIX
 from triptych.transport.host import host_id
 from triptych.wire.manifest import Locator, Manifest
 
@@ -32,7 +33,7 @@ Bytes = npt.NDArray[np.uint8]
 
 
 def _link(token: str) -> str:
-    return f"/memfd:triptych-{token} (deleted)"
+    return f"/memfd:{PREFIX}{token} (deleted)"
 
 
 class Segment:
@@ -45,7 +46,7 @@ class Segment:
             raise ConfigError(f"disagg-transfer-pool-size={nbytes}: only {available} bytes of memory are available")
         token = secrets.token_hex(16)
         self.nbytes = nbytes
-        self._fd = os.memfd_create(f"triptych-{token}", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
+        self._fd = os.memfd_create(f"{PREFIX}{token}", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
         try:
             os.fchmod(self._fd, 0o600)
             # Taken now, because running out of memory later would be a fatal signal in the middle of a request.
