@@ -127,6 +127,14 @@ class NotReady(TriptychError):
     code = "not_ready"
 
 
+class NotMovable(TriptychError):
+    """A job that no other instance can go on with at present; the message says why."""
+
+    blame = Blame.CALLER
+    status = 409
+    code = "not_movable"
+
+
 class StorageFull(TriptychError):
     """There is no room to keep a finished media file; the message names the folder."""
 

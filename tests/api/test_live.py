@@ -225,5 +225,15 @@ def test_a_video_can_be_paused_and_resumed(http: httpx.Client) -> None:
     resumed = http.post(f"/v1/videos/{job}/resume").json()
     assert (resumed["paused"], resumed["resumed_from_step"]) == (False, 0)
     http.delete(f"/v1/videos/{job}")
-    for verb in ("pause", "resume"):
+    for verb in ("pause", "resume", "migrate"):
         assert http.post(f"/v1/videos/{job}/{verb}").status_code == 404
+
+
+def test_a_video_that_no_other_denoiser_can_take_is_not_moved(http: httpx.Client) -> None:
+    job = http.post("/v1/videos", json={"prompt": "slow"}).json()["id"]
+    until(lambda: http.get(f"/v1/videos/{job}").json()["stage"] == "denoising_running")
+    answer = http.post(f"/v1/videos/{job}/migrate")
+    assert (answer.status_code, answer.json()["error"]["code"]) == (409, "not_movable")
+    assert "no other denoiser" in answer.json()["error"]["message"]
+    assert http.get(f"/v1/videos/{job}").json()["stage"] == "denoising_running"
+    http.delete(f"/v1/videos/{job}")

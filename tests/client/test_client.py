@@ -112,6 +112,17 @@ def test_an_interrupt_stops_the_job_on_the_server(client: Client, house: Any) ->
     house.held.clear()
 
 
+def test_a_job_is_paused_and_goes_on(client: Client, house: Any) -> None:
+    job = client.create("slow").id
+    assert client.pause(job).raw["paused"]
+    assert not client.resume(job).raw["paused"]
+    with pytest.raises(RequestRefused, match="cannot be moved") as caught:
+        client.migrate(job)  # there is one denoiser
+    assert (caught.value.http_status, caught.value.error_code) == (409, "not_movable")
+    client.delete(job)
+    house.held.clear()
+
+
 def test_a_failed_job_raises_the_servers_reason(client: Client) -> None:
     with pytest.raises(JobFailed, match="the paint is dry") as caught:
         client.generate("fail")

@@ -158,6 +158,52 @@ def test_a_migrated_request_goes_on_elsewhere() -> None:
 def test_without_another_instance_a_request_stays() -> None:
     bench, request, _ = running("denoiser")
     assert not bench.feed(MigrateRequest(request=request))
+    assert bench.router.immovable(request) == "no other denoiser than denoiser can take it"
+
+
+def test_a_request_can_be_moved_back() -> None:
+    bench, request, lease = running("denoiser")
+    bench.join("denoiser-2", D)
+    for here, there, step in (("denoiser", "denoiser-2", 4), ("denoiser-2", "denoiser", 6)):
+        bench.feed(MigrateRequest(request=request))
+        stopped(bench, here, lease, step)
+        lease = bench.run(there).lease
+        bench.started(there, lease)
+    assert state(bench, request) is JobState.DENOISING_RUNNING
+
+
+def test_a_moved_request_returns_when_the_other_instance_is_lost() -> None:
+    bench, request, lease = running("denoiser")
+    bench.join("denoiser-2", D)
+    bench.feed(MigrateRequest(request=request))
+    bench.feed(InstanceExited(instance=InstanceId("denoiser-2")))
+    stopped(bench, "denoiser", lease, 4)
+    assert bench.run("denoiser").resume is not None
+
+
+def test_a_request_moves_once_the_other_instance_has_room() -> None:
+    bench, request, lease = running("denoiser")
+    other = bench.submit("s")
+    bench.join("denoiser-2", D)
+    bench.encode(other)
+    bench.feed(MigrateRequest(request=request))
+    stopped(bench, "denoiser", lease, 4)
+    assert not bench.sent("denoiser", RunStage)
+    bench.denoise(other, "denoiser-2")
+    assert bench.run("denoiser-2").lease.request == request
+
+
+def test_why_a_request_cannot_be_moved_is_said() -> None:
+    bench, request, _ = running("denoiser")
+    bench.join("denoiser-2", D)
+    assert bench.router.immovable(request) is None
+    draining(bench, "denoiser-2")
+    assert bench.router.immovable(request) == "no other denoiser than denoiser can take it"
+    bench.feed(PauseRequest(request=request))
+    assert bench.router.immovable(request) == "it is paused"
+    waiting = bench.submit("s")
+    assert bench.router.immovable(waiting) == "no denoiser has it now: it is encoder_waiting"
+    assert bench.router.immovable(RequestId("nobody")) == "it has ended"
 
 
 # -- leaving -------------------------------------------------------------------------------------------------------

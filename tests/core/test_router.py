@@ -581,6 +581,14 @@ def test_latents_are_denoised_where_the_pool_can_hold_them_and_others_pass_them_
     assert bench.run("denoiser-1").lease == lease(next_big, D)
 
 
+def test_a_stage_that_failed_on_the_only_large_pool_is_tried_there_again() -> None:
+    bench = pools_of(8_191, 8_192)
+    big = bench.submit("big", **BIG)
+    bench.encode(big)
+    bench.failed("denoiser-1", lease(big, D))
+    assert bench.run("denoiser-1").lease == lease(big, D, 2)
+
+
 def test_what_an_encoder_makes_of_a_picture_is_made_where_the_pool_can_hold_it() -> None:
     schema = msgspec.structs.replace(
         SCHEMA, handoff=HandoffSize(channels=1, condition_channels=16, spatial=8, temporal=4, item_bytes=4)

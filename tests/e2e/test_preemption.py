@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from tests.e2e.harness import Deployment, until
+from tests.e2e.harness import Deployment, instances_of, until
 
 LONG: dict[str, Any] = {"num_inference_steps": 60, "size": "128x128", "num_frames": 9, "seed": 5}
 
@@ -75,6 +75,18 @@ def test_a_paused_request_stands_still_and_goes_on_where_it_was(saving: Deployme
     video = saving.api.done(job)
     assert video["resumed_from_step"] == paused["step"]
     assert not video["paused"]
+    assert saving.api.content(job) == expected
+
+
+def test_a_moved_request_goes_on_where_it_was_on_the_other_denoiser(saving: Deployment, expected: bytes) -> None:
+    job = saving.api.submit(**LONG)
+    here = saving.registered()[denoiser_of(saving, job, 5)]
+    saving.api.post(f"/v1/videos/{job}/migrate", {}).raise_for_status()
+    video = saving.api.done(job)
+    (there,) = instances_of(video, "denoiser")
+    assert there != here
+    assert video["attempt"] == 2
+    assert video["resumed_from_step"] >= 5
     assert saving.api.content(job) == expected
 
 

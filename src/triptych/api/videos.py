@@ -48,6 +48,7 @@ class Videos:
             ("/v1/videos/{video_id}/remix", self.remix, "POST", "Make a video once more, changed", CREATE_STATUSES),
             ("/v1/videos/{video_id}/pause", self.pause, "POST", "Have a video job wait", (400, 404, 500, 503)),
             ("/v1/videos/{video_id}/resume", self.resume, "POST", "Let a paused job go on", (400, 404, 500, 503)),
+            ("/v1/videos/{video_id}/migrate", self.migrate, "POST", "Move a video job", (400, 404, 409, 500, 503)),
             ("/v1/videos", self.page, "GET", "List video jobs", (400, 500)),
             ("/v1/videos/{video_id}", self.retrieve, "GET", "Look at a video job", (400, 404, 500)),
             ("/v1/videos/{video_id}", self.delete, "DELETE", "Cancel and delete a video job", (400, 404, 500)),
@@ -134,6 +135,10 @@ class Videos:
     async def resume(self, video_id: str) -> Video:
         """Let the job go on, from the step that it has reached if it can. Jobs that are not paused stay as they are."""
         return self._shown(self._service.resume(self._find(video_id).id))
+
+    async def migrate(self, video_id: str) -> Video:
+        """Have another denoiser go on with the job from the next step on. 409 when none can, or none is at it now."""
+        return self._shown(self._service.migrate(self._find(video_id).id))
 
     async def delete(self, video_id: str) -> VideoDeleted:
         """Stop the job if it is live, and remove it with its file."""

@@ -130,6 +130,11 @@ def page(after: str | None, limit: int, order: str) -> Steps[list[Job]]:
     return [read_job(httpx.Response(200, json=job, request=response.request)) for job in jobs]
 
 
+def tell(job_id: str, verb: str) -> Steps[Job]:
+    """Have a job do something: pause, resume or migrate; the job after that."""
+    return read_job((yield from ask(Call(method="POST", path=f"/v1/videos/{job_id}/{verb}"))))
+
+
 def delete(job_id: str) -> Steps[None]:
     """Stop and remove a job."""
     yield from ask(Call(method="DELETE", path=f"/v1/videos/{job_id}"))

@@ -92,6 +92,18 @@ class Client:
         """The finished file's bytes, or None when they went to ``path``."""
         return self._run(operations.download(job_id, path, timeout))[0]
 
+    def pause(self, job_id: str) -> Job:
+        """Have the job wait until `resume`; what the denoiser has done is kept."""
+        return self._run(operations.tell(job_id, "pause"))
+
+    def resume(self, job_id: str) -> Job:
+        """Let a paused job go on."""
+        return self._run(operations.tell(job_id, "resume"))
+
+    def migrate(self, job_id: str) -> Job:
+        """Have another denoiser go on with the job; refused with status 409 where none can."""
+        return self._run(operations.tell(job_id, "migrate"))
+
     def delete(self, job_id: str) -> None:
         """Stop the job if it is live, and remove it with its file."""
         self._run(operations.delete(job_id))
@@ -211,6 +223,18 @@ class AsyncClient:
     async def download(self, job_id: str, path: Path | None = None, *, timeout: float = 300.0) -> bytes | None:
         """See `Client.download`."""
         return (await self._run(operations.download(job_id, path, timeout)))[0]
+
+    async def pause(self, job_id: str) -> Job:
+        """See `Client.pause`."""
+        return await self._run(operations.tell(job_id, "pause"))
+
+    async def resume(self, job_id: str) -> Job:
+        """See `Client.resume`."""
+        return await self._run(operations.tell(job_id, "resume"))
+
+    async def migrate(self, job_id: str) -> Job:
+        """See `Client.migrate`."""
+        return await self._run(operations.tell(job_id, "migrate"))
 
     async def delete(self, job_id: str) -> None:
         """See `Client.delete`."""

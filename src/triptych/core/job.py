@@ -188,6 +188,8 @@ class Job:
     faults: list[Fault] = field(default_factory=list[Fault])
     avoid: set[InstanceId] = field(default_factory=set[InstanceId])
     """Instances that failed the present stage."""
+    moved_from: InstanceId | None = None
+    """The instance that a client had the present stage leave, unless it failed since: others are preferred."""
     timings: list[StageTiming] = field(default_factory=list[StageTiming])
 
     def staged_bytes(self, schema: RequestSchema | None, role: Role) -> int:
@@ -299,6 +301,7 @@ class Job:
         fault = Fault(role=role, attempt=self.attempt, instance=instance, reason=reason, killed=killed, saved=saved)
         self.faults.append(fault)
         self.avoid.add(instance)
+        self.moved_from = None
         return [fault for fault in self.faults if fault.role is role]
 
     def acquit(self, epoch: Epoch) -> None:

@@ -363,6 +363,15 @@ class Ledger:
             self.last_lost[role] = f"{member.id}: {reason}"
         self.refresh(member)
 
+    def eligible(self, job: Job, role: Role) -> set[InstanceId]:
+        """Who may get a stage, with room for it now or later: whose pool can hold its output, and is to be trusted.
+
+        One in quarantine is, while there is no other.
+        """
+        needed = job.staged_bytes(self.schema, role)
+        large = {id: member for id, member in self.serving[role].items() if member.hello.pool_bytes >= needed}
+        return {id for id, member in large.items() if member.health.until <= self.now} or set(large)
+
     def next_ordinal(self) -> int:
         """Joining number for a new member."""
         self._joined += 1

@@ -44,14 +44,26 @@ class Preemption:
         ledger.update(job)
 
     def migrate(self, request: RequestId) -> None:
-        """Have another instance go on with a denoising stage, if another one serves that role."""
+        """Have another instance go on with a denoising stage, unless `immovable` says why not."""
+        job = self._ledger.jobs.get(request)
+        if job is None or job.grant is None or job.grant.suspending or self.immovable(request) is not None:
+            return
+        job.moved_from = job.grant.instance
+        self._take_back(job, job.grant, "migrated")
+
+    def immovable(self, request: RequestId) -> str | None:
+        """Why no other instance can go on with a request; None when one can."""
         ledger = self._ledger
         job = ledger.jobs.get(request)
-        if job is None or job.grant is None or job.role is not Role.DENOISER or job.grant.suspending:
-            return
-        if ledger.serving[job.role].keys() - job.avoid - {job.grant.instance}:
-            job.avoid.add(job.grant.instance)
-            self._take_back(job, job.grant, "migrated")
+        if job is None:
+            return "it has ended"
+        if job.paused:
+            return "it is paused"
+        if job.grant is None or job.role is not Role.DENOISER:
+            return f"no denoiser has it now: it is {job.state}"
+        if not ledger.eligible(job, job.role) - job.avoid - {job.grant.instance}:
+            return f"no other denoiser than {job.grant.instance} can take it"
+        return None
 
     def draining(self, message: Draining) -> None:
         """An instance wants to leave: give it nothing new, have others keep what it holds, say whether it may go."""

@@ -192,6 +192,7 @@ class Reports:
         ledger.move(job, FINISHED[role])
         ledger.update(job)
         job.avoid.clear()
+        job.moved_from = None
         ledger.line_up(job)
 
     def _finished(self, job: Job, grant: Grant, message: Finished) -> None:

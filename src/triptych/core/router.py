@@ -190,28 +190,23 @@ class Router:
             queue.add(job)
 
     def _choose(self, job: Job, role: Role) -> Member | None:
-        """The instance for a stage; None when only instances have room that failed it while another one lives, or whose
-        pools could not hold its output.
+        """The instance for a stage; None when only instances have room that failed it or were told to hand it on, while
+        another one lives, or whose pools could not hold its output.
 
         An instance that fails at once is always free: without this rule it would draw and fail every request. For the
         same reason one in quarantine gets nothing unless there is no other.
         """
         ledger = self._ledger
-        serving = ledger.serving[role]
-        candidates = list(ledger.open[role].values())
-        trusted = serving.keys()
-        if quarantined := {id for id, member in serving.items() if member.health.until > ledger.now}:
-            trusted = trusted - quarantined or trusted
-            candidates = [member for member in candidates if member.id in trusted]
-        if job.avoid:
-            unblamed = [member for member in candidates if member.id not in job.avoid]
-            if not unblamed and not trusted <= job.avoid:
+        eligible = ledger.eligible(job, role)
+        candidates = [member for member in ledger.open[role].values() if member.id in eligible]
+        avoid = job.avoid if job.moved_from is None else job.avoid | {job.moved_from}
+        if avoid:
+            others = [member for member in candidates if member.id not in avoid]
+            if not others and not eligible <= avoid:
                 return None
-            candidates = unblamed or candidates
+            candidates = others or candidates
         if job.faults and job.kills:  # two of these side by side, and nobody could say which one an instance died of
             candidates = [member for member in candidates if not member.holds_suspect]
-        if needed := job.staged_bytes(ledger.schema, role):
-            candidates = [member for member in candidates if member.hello.pool_bytes >= needed]
         if not candidates:
             return None
         if role is Role.DENOISER and len(candidates) > 1:
@@ -234,6 +229,10 @@ class Router:
         """A snapshot of a live request; None when it is unknown or has ended."""
         job = self._ledger.jobs.get(request)
         return None if job is None else self._ledger.view(job)
+
+    def immovable(self, request: RequestId) -> str | None:
+        """Why `MigrateRequest` would change nothing; None when another instance can go on with the request."""
+        return self._preemption.immovable(request)
 
     def outlook(self, request: RequestId) -> Outlook:
         """What is to be expected of a request; of one that is not live, nothing."""

@@ -18,6 +18,7 @@ from triptych.core.events import (
     Count,
     JobState,
     JobView,
+    MigrateRequest,
     Note,
     PauseRequest,
     ResumeRequest,
@@ -27,7 +28,7 @@ from triptych.core.forecast import Outlook
 from triptych.core.journal import Paused
 from triptych.core.router import Router
 from triptych.core.states import TERMINAL
-from triptych.errors import NotReady
+from triptych.errors import NotMovable, NotReady
 from triptych.ids import ROLES, Epoch, InstanceId, RequestId, Role
 from triptych.server.acceptance import Order
 from triptych.server.idempotency import IdempotencyKey
@@ -263,6 +264,17 @@ class DiffusionService:
         if not entry.ended:
             self._live_shell().feed(ResumeRequest(request=id))
             self._keeper.note(Paused(request=id, paused=False))
+        return self._record(entry)
+
+    def migrate(self, id: RequestId) -> JobRecord:
+        """Have another denoiser go on with the job from the next step on. Raises `NotFound`, and `NotMovable` when none
+        can.
+        """
+        entry = self._records.get(id)
+        reason = self._router.immovable(id)
+        if reason is not None:
+            raise NotMovable(f"job {id} cannot be moved: {reason}")
+        self._live_shell().feed(MigrateRequest(request=id))
         return self._record(entry)
 
     async def delete(self, id: RequestId) -> JobRecord:
