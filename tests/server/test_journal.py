@@ -6,7 +6,9 @@ import asyncio
 import shutil
 import sqlite3
 import tempfile
-from collections.abc import Awaitable
+import time
+from collections.abc import Awaitable, Iterable
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -17,7 +19,7 @@ from hypothesis.stateful import Bundle, RuleBasedStateMachine, consumes, precond
 
 from tests.core.test_journal import ACCEPTED, FILE, granted, staged, view
 from tests.server.disk import on_disk, told
-from triptych.core.events import Clocks, JobState
+from triptych.core.events import Clocks, JobState, LeaseGranted
 from triptych.core.journal import Accepted, Deleting, Finish, JournalEntry, Paused, Saved, Stored, replay, request_of
 from triptych.errors import ConfigError, StorageFailed, StorageFull
 from triptych.ids import RequestId, Role
@@ -141,6 +143,30 @@ def test_a_file_that_is_no_journal_is_named(tmp_path: Path) -> None:
     journal.close()
 
 
+@dataclass(frozen=True)
+class Purge:
+    """All that was noted of a request is to go."""
+
+    request: RequestId
+
+
+def left(written: Iterable[JournalEntry | Purge]) -> dict[RequestId, Any]:
+    """What a server would do with each request once all of this is on the disk."""
+    entries: list[JournalEntry] = []
+    for note in written:
+        if isinstance(note, Purge):
+            entries = [entry for entry in entries if request_of(entry) != note.request]
+        else:
+            entries.append(note)
+    return told(replay(entries))
+
+
+def dawdle(statement: str) -> None:
+    """A disk that takes its time, so that a kill finds something under way."""
+    if statement == "COMMIT":
+        time.sleep(0.005)
+
+
 class JournalMachine(RuleBasedStateMachine):
     """Random lives of requests against a plain list of what was written."""
 
@@ -151,15 +177,21 @@ class JournalMachine(RuleBasedStateMachine):
         self.runner = asyncio.Runner()
         self.place = tempfile.TemporaryDirectory()
         self.folder = Path(self.place.name) / "state"
-        self.written: list[JournalEntry] = []
+        self.written: list[JournalEntry | Purge] = []
+        self.durable = 0
+        """So many of ``written`` no kill may take."""
         self.counter = 0
-        self.attempts: dict[RequestId, int] = {}
-        self.open()
+        self.deaths = 0
+        assert self.open() == {}
 
-    def open(self) -> None:
+    def open(self) -> dict[RequestId, Any]:
         self.journal = Journal(self.folder)
-        assert told(replay(self.journal.open())) == self.expected()
+        found = told(replay(self.journal.open()))
+        database = self.journal._database
+        assert database is not None
+        database.set_trace_callback(dawdle)
         self.runner.run(self._start())
+        return found
 
     async def _start(self) -> None:
         self.journal.start()
@@ -170,12 +202,16 @@ class JournalMachine(RuleBasedStateMachine):
 
         return self.runner.run(wait())
 
-    def expected(self) -> dict[RequestId, Any]:
-        return told(replay(self.written))
-
     def note(self, entry: JournalEntry) -> None:
         self.journal.note(entry)
         self.written.append(entry)
+
+    def attempt(self, request: RequestId) -> int:
+        """The latest attempt of a request that runs, 0 before the first, -1 once it has ended."""
+        notes = [note for note in self.written if not isinstance(note, Purge) and request_of(note) == request]
+        if any(isinstance(note, Finish) for note in notes):
+            return -1
+        return max((note.lease.attempt for note in notes if isinstance(note, LeaseGranted)), default=0)
 
     @rule(target=requests)
     def accept(self) -> RequestId:
@@ -183,34 +219,32 @@ class JournalMachine(RuleBasedStateMachine):
         entry = accepted(f"r{self.counter:04}")
         self.run(self.journal.accept(entry))
         self.written.append(entry)
-        self.attempts[entry.request] = 0
+        self.durable = len(self.written)
         return entry.request
 
     @rule(request=requests, role=st.sampled_from(Role))
     def grant(self, request: RequestId, role: Role) -> None:
-        if self.attempts[request] >= 0:
-            self.attempts[request] += 1
-            lease = Lease(request, role, self.attempts[request])
-            self.note(replace(granted(role), lease=lease))
+        if (attempt := self.attempt(request)) >= 0:
+            self.note(replace(granted(role), lease=Lease(request, role, attempt + 1)))
 
     @rule(request=requests, role=st.sampled_from((Role.ENCODER, Role.DENOISER)))
     def stage(self, request: RequestId, role: Role) -> None:
-        if self.attempts[request] > 0:
-            self.note(replace(staged(role), lease=Lease(request, role, self.attempts[request])))
+        if (attempt := self.attempt(request)) > 0:
+            self.note(replace(staged(role), lease=Lease(request, role, attempt)))
 
     @rule(request=requests, seconds=st.integers(0, 99))
     def tell_time(self, request: RequestId, seconds: int) -> None:
-        if self.attempts[request] >= 0:
+        if self.attempt(request) >= 0:
             self.note(Clocks(request=request, waited=1.0, ran=float(seconds)))
 
     @rule(request=requests, paused=st.booleans())
     def pause(self, request: RequestId, paused: bool) -> None:
-        if self.attempts[request] >= 0:
+        if self.attempt(request) >= 0:
             self.note(Paused(request=request, paused=paused))
 
     @rule(request=requests)
     def save(self, request: RequestId) -> None:
-        if self.attempts[request] < 0:
+        if self.attempt(request) < 0:
             self.note(Saved(request=request))
 
     @rule(request=requests)
@@ -219,35 +253,51 @@ class JournalMachine(RuleBasedStateMachine):
 
     @rule(request=requests)
     def store(self, request: RequestId) -> None:
-        if self.attempts[request] >= 0:
+        if self.attempt(request) >= 0:
             self.note(Stored(request=request, files=(FILE,), stored_at=7.0))
 
     @rule(request=requests, state=st.sampled_from((JobState.DONE, JobState.FAILED, JobState.CANCELLED)))
     def finish(self, request: RequestId, state: JobState) -> None:
-        if self.attempts[request] >= 0:
-            self.attempts[request] = -1
+        if self.attempt(request) >= 0:
             ended = replace(view(state), request=request)
             self.note(Finish(view=ended, started_at=1.0, completed_at=2.0))
 
     @rule(request=consumes(requests))
     def purge(self, request: RequestId) -> None:
         self.journal.purge(request)
-        self.written = [entry for entry in self.written if request_of(entry) != request]
+        self.written.append(Purge(request))
 
     @precondition(lambda self: self.written)
     @rule()
-    def be_killed(self) -> None:
+    def flush(self) -> None:
         self.run(self.journal.flush())
-        assert on_disk(self.folder) == self.expected()
+        self.durable = len(self.written)
+        assert on_disk(self.folder) == left(self.written)
+
+    @rule()
+    def be_killed(self) -> None:
+        """The next server finds all that was waited for, and of the rest as much as was written before the kill."""
+        self.deaths += 1
+        killed, self.folder = self.folder, Path(self.place.name) / f"state after {self.deaths}"
+        # Nothing is moved out of a write-ahead log as short as this one while it is used: a copy is that of one moment.
+        shutil.copytree(killed, self.folder)
+        self.journal.close()
+        found = self.open()
+        lengths = range(len(self.written), self.durable - 1, -1)
+        kept = next((length for length in lengths if left(self.written[:length]) == found), None)
+        assert kept is not None, (found, self.written[: self.durable], self.written[self.durable :])
+        del self.written[kept:]
+        self.durable = kept
 
     @rule()
     def restart(self) -> None:
         self.journal.close()
-        self.open()
+        assert self.open() == left(self.written)
+        self.durable = len(self.written)
 
     def teardown(self) -> None:
         self.journal.close()
-        assert on_disk(self.folder) == self.expected()
+        assert on_disk(self.folder) == left(self.written)
         self.runner.close()
         self.place.cleanup()
 
