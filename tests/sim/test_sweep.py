@@ -2,22 +2,31 @@
 
 from __future__ import annotations
 
+import resource
+
 import pytest
 
+from triptych.core.events import JobState
 from triptych.core.ledger import Ledger
-from triptych.core.states import TRANSITIONS
+from triptych.core.states import FINISHED, TRANSITIONS
+from triptych.ids import Role
 from triptych.sim.coverage import UNREACHABLE, Coverage, Fault
 from triptych.sim.simulation import Simulation
 from triptych.sim.sweep import run_seeds, sweep
 from triptych.sim.world import Violation
 
 SEEDS = 10_000
+CPU_SECONDS = 480
+"""What all of them may cost: twice what two cores give in two minutes, since a core that is shared is slower."""
 
 
 @pytest.mark.timeout(1500)
 @pytest.mark.slow
 def test_ten_thousand_seeds_hold_and_leave_no_fault_and_no_transition_out() -> None:
+    before = resource.getrusage(resource.RUSAGE_CHILDREN)
     coverage = sweep(0, SEEDS)
+    after = resource.getrusage(resource.RUSAGE_CHILDREN)
+    assert after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime < CPU_SECONDS
     assert coverage.missing() == []
     assert sum(coverage.ends.values()) > 3 * SEEDS
 
@@ -43,6 +52,13 @@ def test_any_error_of_a_machine_is_a_violation(monkeypatch: pytest.MonkeyPatch) 
     monkeypatch.setattr(Ledger, "grant", broken)
     with pytest.raises(Violation, match="KeyError: 'lost'"):
         Simulation(3).run()
+
+
+def test_a_move_that_the_table_does_not_know_is_a_violation(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("triptych.core.job.transition", lambda old, new: new)
+    monkeypatch.setitem(FINISHED, Role.ENCODER, JobState.DENOISING_DONE)
+    with pytest.raises(Violation, match="went from encoder_running to denoising_done"):
+        run_seeds(0, 5)
 
 
 def test_coverage_names_what_never_happened() -> None:

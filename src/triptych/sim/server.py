@@ -36,7 +36,7 @@ from triptych.core.events import (
 from triptych.core.instance_events import FromServer
 from triptych.core.journal import Accepted, Deleting, FileNote, Finish, History, Paused, Stored, request_of
 from triptych.core.router import Router
-from triptych.core.states import TERMINAL
+from triptych.core.states import TERMINAL, TRANSITIONS
 from triptych.ids import ROLES, Epoch, InstanceId, RequestId
 from triptych.sim.coverage import Fault
 from triptych.sim.network import SERVER, Message, Network
@@ -258,6 +258,8 @@ class SimServer:
         coverage, old = self._world.coverage, self._states.get(view.request)
         self._states[view.request] = view.state
         if old is not None and old is not view.state:
+            if view.state not in TRANSITIONS[old]:
+                raise self._world.violation(f"{view.request} went from {old} to {view.state}")
             coverage.transitions[old, view.state] += 1
         if view.state in TERMINAL:
             coverage.ends[view.state] += 1
