@@ -5,13 +5,15 @@ Everything goes over HTTP and signals, as for a user; nothing here reaches into 
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import signal as signals
 import subprocess
 import sys
+import threading
 import time
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, Self
 
@@ -26,6 +28,11 @@ PATIENCE = 120.0
 """Seconds that anything may take on a busy machine before a test gives up."""
 
 ROLES = ("encoder", "denoiser", "decoder")
+
+DEATH_SECONDS = 3.0
+"""Within which the server must have missed a process that ended, counted from the blow."""
+SILENCE_SECONDS = 10.0
+"""Within which it must have missed one that is frozen or cut off."""
 
 SMALL: dict[str, Any] = {
     "prompt": "a red ball moves right on blue",
@@ -164,6 +171,29 @@ class Api:
         """Why the server is not ready."""
         return self._http.get("/ready").json()["reasons"]
 
+    @contextlib.contextmanager
+    def healthy(self) -> Iterator[None]:
+        """Ask /health all the while: whatever happens to instances, each answer must be 200."""
+        answers: list[int | str] = []
+        over = threading.Event()
+
+        def ask() -> None:
+            with httpx.Client(base_url=self.url, timeout=30, trust_env=False) as http:
+                while not over.wait(0.05):
+                    try:
+                        answers.append(http.get("/health").status_code)
+                    except httpx.TransportError as error:
+                        answers.append(repr(error))
+
+        asking = threading.Thread(target=ask)
+        asking.start()
+        try:
+            yield
+        finally:
+            over.set()
+            asking.join()
+        assert set(answers) == {200}
+
     def info(self) -> dict[str, Any]:
         """/server_info."""
         return self._http.get("/server_info").raise_for_status().json()
@@ -290,6 +320,21 @@ class Deployment:
             if port in owners:
                 found[owners[port]] = instance["instance"]
         return found
+
+    def missed(self, instance: str, since: float, seconds: float) -> None:
+        """Wait until the server has missed an instance: no later than so many seconds after ``since``, when the blow
+        fell."""
+        left = since + seconds - time.monotonic()
+        until(lambda: instance not in self.registered().values(), f"{instance} being missed", left)
+
+    def unready(self, role: str, since: float, seconds: float) -> str:
+        """Wait, as `missed` does, until /ready is 503 for want of a role; the reasons."""
+
+        def look() -> str:
+            reasons = "; ".join(self.api.reasons()) if not self.api.ready() else ""
+            return reasons if role in reasons else ""
+
+        return until(look, f"/ready naming the {role}", since + seconds - time.monotonic())
 
     def processes(self) -> list[Process]:
         """All processes that should run."""

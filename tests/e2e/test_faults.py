@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import re
 import signal
+import time
 from pathlib import Path
 
 import msgspec
 import pytest
 import zmq
 
-from tests.e2e.harness import ROLES, Deployment, instances_of, until
+from tests.e2e.harness import DEATH_SECONDS, ROLES, SILENCE_SECONDS, Deployment, instances_of, until
 
 STAGES = {"encoder": "encoder", "denoiser": "denoising", "decoder": "decoder"}
 """Role to the first word of the states that a request is in at that role."""
@@ -60,9 +62,11 @@ def test_work_of_a_killed_instance_is_done_by_another(pool: Deployment, role: st
     jobs = jobs_with_frozen(pool, role)
     assert pool.server is not None
     told = len(pool.server.output())
+    struck = time.monotonic()
     pool.instances[victim].kill()
     for name in others:
         pool.instances[name].signal(signal.SIGCONT)
+    pool.missed(ids[victim], struck, DEATH_SECONDS)
     videos = [pool.api.done(job) for job in jobs]
     assert [pool.api.content(job) for job in jobs] == expected
     assert all(ids[victim] not in instances_of(video, role) for video in videos)
@@ -73,14 +77,26 @@ def test_work_of_a_killed_instance_is_done_by_another(pool: Deployment, role: st
     pool.wait_ready()
 
 
-def test_a_denoiser_killed_between_two_steps_costs_nothing_but_time(pool: Deployment) -> None:
-    request = {"num_inference_steps": 100, "size": "128x128", "num_frames": 9, "seed": 3}
-    expected = pool.api.make(**request)
+LENGTHY = {"num_inference_steps": 60, "size": "128x128", "num_frames": 9, "seed": 3}
+
+
+@pytest.fixture(scope="module")
+def expected(pool: Deployment) -> bytes:
+    """What a lengthy request makes when nobody disturbs it."""
+    return pool.api.make(**LENGTHY)
+
+
+def lengthy(pool: Deployment) -> tuple[str, str, str]:
+    """Submit a lengthy request and wait for its third step: the job, the name of its denoiser, and that one's id."""
     names = {instance: name for name, instance in pool.registered().items()}
-    job = pool.api.submit(**request)
+    job = pool.api.submit(**LENGTHY)
     until(lambda: pool.api.job(job)["step"] >= 3, "the third step")
     (busy,) = [i["instance"] for i in pool.api.info()["instances"] if "denoiser" in i["roles"] and i["leases"]]
-    victim = names[busy]
+    return job, names[busy], busy
+
+
+def test_a_denoiser_killed_between_two_steps_costs_nothing_but_time(pool: Deployment, expected: bytes) -> None:
+    job, victim, busy = lengthy(pool)
     pool.instances[victim].kill()
     video = pool.api.done(job)
     assert video["attempt"] >= 2
@@ -88,6 +104,31 @@ def test_a_denoiser_killed_between_two_steps_costs_nothing_but_time(pool: Deploy
     assert pool.api.content(job) == expected
     pool.start(victim)
     pool.wait_ready()
+
+
+def test_a_denoiser_that_wakes_when_its_work_is_done_elsewhere_is_not_believed(
+    pool: Deployment, expected: bytes
+) -> None:
+    """Symptom elsewhere: a late result is taken for that of the attempt which followed, or its slot is lost."""
+
+    def late() -> float:
+        pattern = r'^triptych_events_total\{name="(?:late_report|stale_message)"\} (\S+)$'
+        return sum(map(float, re.findall(pattern, pool.api.metrics(), re.MULTILINE)))
+
+    job, victim, busy = lengthy(pool)
+    struck = time.monotonic()
+    pool.instances[victim].signal(signal.SIGSTOP)
+    pool.missed(busy, struck, SILENCE_SECONDS)
+    video = pool.api.done(job)
+    assert video["attempt"] >= 2
+    assert busy not in instances_of(video, "denoiser")
+    before = late()
+    pool.instances[victim].signal(signal.SIGCONT)
+    until(lambda: late() > before, "a word of the stage that was taken from it")
+    until(lambda: pool.registered().get(victim) == busy, "its return")
+    assert pool.api.job(job) == video
+    assert pool.api.content(job) == expected
+    until(lambda: not any(i["leases"] or i["copies"] for i in pool.api.info()["instances"]), "its slot being free")
 
 
 @pytest.fixture(scope="module")
@@ -105,8 +146,11 @@ def test_without_another_instance_the_request_fails_in_time_and_names_the_role(
     impatient.instances[name].signal(signal.SIGSTOP)
     job = impatient.api.submit()
     until(lambda: impatient.api.job(job)["stage"].startswith(STAGES[role]), f"the request being with the {role}")
-    impatient.instances.pop(name).kill()
-    video = impatient.api.ended(job, seconds=30)
+    with impatient.api.healthy():
+        struck = time.monotonic()
+        impatient.instances.pop(name).kill()
+        assert "process exited" in impatient.unready(role, struck, DEATH_SECONDS)
+        video = impatient.api.ended(job, seconds=30)
     assert video["status"] == "failed"
     assert role in video["error"]["message"]
     assert "queue" in video["error"]["message"] or "wait" in video["error"]["message"]
@@ -115,20 +159,24 @@ def test_without_another_instance_the_request_fails_in_time_and_names_the_role(
     impatient.api.make()
 
 
-def test_readiness_tells_the_truth_while_the_only_decoder_is_frozen_and_when_it_is_killed(
-    impatient: Deployment,
+@pytest.mark.parametrize("role", ROLES)
+def test_health_and_readiness_tell_the_truth_while_the_only_one_of_a_role_is_frozen_and_when_it_has_left(
+    impatient: Deployment, role: str
 ) -> None:
-    decoder = impatient.instances["decoder-0"]
-    decoder.signal(signal.SIGSTOP)
-    until(lambda: not impatient.api.ready(), "the frozen decoder being missed")
-    assert "decoder" in " ".join(impatient.api.reasons())
-    decoder.signal(signal.SIGCONT)
-    until(impatient.api.ready, "its return")
-    decoder.kill()
-    until(lambda: not impatient.api.ready(), "the dead decoder being missed")
-    assert "process exited" in " ".join(impatient.api.reasons())
-    impatient.start("decoder-0")
-    impatient.wait_ready()
+    name = f"{role}-0"
+    process = impatient.instances[name]
+    frozen = impatient.registered()[name]
+    with impatient.api.healthy():
+        struck = time.monotonic()
+        process.signal(signal.SIGSTOP)
+        impatient.missed(frozen, struck, SILENCE_SECONDS)
+        impatient.unready(role, struck, SILENCE_SECONDS)
+        process.signal(signal.SIGCONT)
+        until(impatient.api.ready, "its return")
+        assert process.stop() == 0, process.output()[-3000:]
+        impatient.unready(role, time.monotonic(), DEATH_SECONDS)
+        impatient.start(name)
+        impatient.wait_ready()
 
 
 def test_malformed_frames_on_every_socket_are_survived(impatient: Deployment) -> None:
