@@ -60,6 +60,10 @@ def test_version(capsys: pytest.CaptureFixture[str]) -> None:
         (["--component", "transformer"], ["--component", "'transformer'", "NAME=PATH"]),
         (["--disagg-dispatch", "round_robin"], ["unrecognized arguments", "--disagg-dispatch"]),
         (["--host", "0.0.0.0"], ["host='0.0.0.0'", "--insecure"]),
+        (
+            [*INSTANCE[2:], "--disagg-p2p-hostname", "10.0.0.2"],
+            ["disagg-p2p-hostname='10.0.0.2'", "without authentication", "--disagg-key-dir", "--insecure"],
+        ),
     ],
 )
 def test_a_bad_value_is_named_with_what_is_accepted(
