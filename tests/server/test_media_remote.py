@@ -116,9 +116,9 @@ def test_a_store_that_cannot_be_reached_is_told_at_the_start(tmp_path: Path) -> 
         RemoteMedia(f"file://{blocked}/deeper", tmp_path / "cache").open()
 
 
-async def test_a_server_keeps_its_media_there_and_a_restarted_one_finds_them(tmp_path: Path) -> None:
+async def test_a_server_keeps_its_media_there_and_a_restarted_one_finds_them(url: str, tmp_path: Path) -> None:
     house = House(tmp_path / "outputs")
-    settings = {"media_store": f"memory://{uuid.uuid4().hex}", "state_dir": tmp_path / "state"}
+    settings = {"media_store": url, "state_dir": tmp_path / "state"}
     await house.open(**settings)
     try:
         house.add()
@@ -131,7 +131,7 @@ async def test_a_server_keeps_its_media_there_and_a_restarted_one_finds_them(tmp
         (file,) = house.service.get(record.id).files
         assert file.fetch().read_bytes() == b"film"
         await house.service.delete(record.id)
-        assert remote(settings["media_store"]) == set()  # type: ignore[arg-type]
+        assert remote(url) == set()
         await until(lambda: not list((tmp_path / "outputs").iterdir()), "the local copy being removed")
     finally:
         await house.close()
