@@ -5,11 +5,13 @@ from __future__ import annotations
 import hashlib
 import time
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import httpx
 import pytest
 
+from tests.server.test_journal import limit_pages
 from triptych.config import KEY_PREFIX
 
 KEY = "a-key-of-the-tests"
@@ -50,6 +52,27 @@ def test_a_full_queue_refuses_and_takes_again_when_it_has_room(queue_of_two: Any
     for answer in (*running, waiting[1], accepted):
         httpx.delete(f"{house.url}/v1/videos/{answer.json()['id']}")
     house.held.clear()
+
+
+def test_a_job_that_cannot_be_written_down_is_refused_with_507_and_others_go_on(
+    make_house: Any, tmp_path: Path
+) -> None:
+    with make_house(state_dir=tmp_path / "state") as house:
+        running = post(house, "slow").json()["id"]
+        until(lambda: house.held)
+        journal = house.service._keeper._archive._journal
+        limit_pages(journal, 0)
+        answers = [post(house, "slow " + "x" * 900) for _ in range(20)]  # the last page may have room for a few
+        refused = [answer for answer in answers if answer.status_code != 200]
+        assert {(answer.status_code, answer.json()["error"]["code"]) for answer in refused} == {(507, "storage_full")}
+        assert "state" in refused[0].json()["error"]["message"]
+        listed = httpx.get(f"{house.url}/v1/videos?limit=100", headers={"authorization": f"Bearer {KEY}"}).json()
+        assert len(listed["data"]) == 1 + len(answers) - len(refused)
+        limit_pages(journal, 10_000)
+        assert post(house, "a cat").status_code == 200
+        for lease, painter in list(house.held.items()):
+            painter.let_go(lease)
+        until(lambda: house.service.get(running).files)
 
 
 def test_who_would_wait_longer_than_is_allowed_is_told_when_to_come_again(make_house: Any) -> None:

@@ -403,6 +403,23 @@ async def test_what_no_pool_can_hold_is_refused_with_both_sizes(tmp_path: Path, 
     await door.refuses(response, 413, "size", ["denoiser", str(needed), "200000"])
 
 
+def test_what_no_pool_of_a_live_instance_can_hold_is_refused_with_its_size(make_house: Any) -> None:
+    handoff = HandoffSize(channels=16, spatial=8, temporal=4, item_bytes=4)
+    with make_house(accepts=msgspec.structs.replace(SCHEMA, handoff=handoff)) as house:
+
+        def post(frames: int) -> httpx.Response:
+            body = {"prompt": "a", "size": "256x256", "num_frames": frames}
+            return httpx.post(f"{house.url}/v1/videos", json=body, timeout=20)
+
+        pool = house.service.info()["instances"][0]["pool_bytes"]
+        assert 4 * 16 * 16 * 32 * 32 == pool
+        assert post(1 + 4 * 15).status_code == 200
+        answer = post(1 + 4 * 16)
+        assert (answer.status_code, answer.json()["error"]["code"]) == (413, "too_large")
+        assert f"takes {4 * 16 * 17 * 32 * 32} bytes" in answer.json()["error"]["message"]
+        assert f"has {pool} " in answer.json()["error"]["message"]
+
+
 async def test_a_picture_that_the_encoder_could_not_hand_on_is_refused_before_it_is_encoded(
     tmp_path: Path, monkeypatch: Any
 ) -> None:
