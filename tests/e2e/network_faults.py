@@ -10,8 +10,13 @@ import sys
 import time
 from pathlib import Path
 
-from tests.e2e.harness import Deployment, until
+from tests.e2e.harness import SILENCE_SECONDS, Deployment, until
 from tests.e2e.netns import HERE, THERE, Link, Weather
+
+LEASE = 2.5
+"""Seconds of silence after which an instance is given up."""
+TRIES = 60
+"""Requests that are submitted at the most to catch one in a certain state."""
 
 REQUEST = {"size": "64x64", "num_frames": 9, "num_inference_steps": 12, "seed": 3}
 
@@ -47,25 +52,48 @@ def main(folder: str) -> int:
         print("50 to 80 ms late, packets out of order, 2 % lost", flush=True)
         link.weather = Weather()
 
-        for seconds in (1.0, 5.0):  # an instance is given up after 2.5 s
+        for seconds in (1.0, 5.0):
             for state in ("denoising_running", "decoder"):
-                job = far.api.submit(**REQUEST)
-                until(lambda job=job, state=state: _reached(far, job, state), f"the request being in {state}")
-                link.weather = Weather(cut=True)
-                time.sleep(seconds)
+                denoiser = far.registered()["denoiser-0"]
+                job = _cut_in(far, link, state)
+                struck = time.monotonic()
+                if seconds > LEASE:
+                    with far.api.healthy():
+                        far.missed(denoiser, struck, SILENCE_SECONDS)
+                        far.unready("denoiser", struck, SILENCE_SECONDS)
+                time.sleep(max(0.0, struck + seconds - time.monotonic()))
                 link.weather = Weather()
                 video = far.api.done(job)
                 assert far.api.content(job) == expected
+                if seconds > LEASE and state == "denoising_running":
+                    assert video["attempt"] >= 2  # the stage was taken from it
+                until(lambda: len(far.registered()) == 3, "the denoiser being back")
                 print(f"cut for {seconds:g} s in {state}: attempt {video['attempt']}", flush=True)
-        until(lambda: len(far.registered()) == 3, "the denoiser being back")
         assert far.api.make(**REQUEST) == expected
     print("all done", flush=True)
     return 0
 
 
-def _reached(far: Far, job: str, state: str) -> bool:
+def _cut_in(far: Far, link: Link, state: str) -> str:
+    """Cut the link while a request is in a state; the request. One that was further when the cut came is left to end,
+    and another one submitted."""
+    for _ in range(TRIES):
+        job = far.api.submit(**REQUEST)
+        reached = until(lambda job=job: _reached(far, job, state), f"the request being in {state}", every=0.002)
+        if reached.startswith(state):
+            link.weather = Weather(cut=True)
+            time.sleep(0.1)  # not for readiness: words that had come through before the cut
+            if far.api.job(job)["stage"].startswith(state):
+                return job
+            link.weather = Weather()
+        far.api.done(job)
+    raise AssertionError(f"no request was cut off in {state}")
+
+
+def _reached(far: Far, job: str, state: str) -> str:
+    """The stage of the request, once it is in a state or past it."""
     stage = far.api.job(job)["stage"]
-    return stage.startswith(state) or stage == "done"
+    return stage if stage.startswith((state, "decoder", "done")) else ""
 
 
 if __name__ == "__main__":

@@ -39,3 +39,4 @@ def test_a_bad_link_to_the_denoiser_costs_time_and_no_request(tmp_path: Path) ->
     )
     assert done.returncode == 0, done.stdout + done.stderr[-6000:]
     assert "cut for 5 s in denoising_running" in done.stdout
+    assert "cut for 5 s in decoder" in done.stdout
