@@ -45,6 +45,16 @@ def test_it_computes_what_the_stock_one_does(model: QwenImageTransformer2DModel,
         assert not torch.allclose(stock, forward(model, None), atol=1e-4)
 
 
+def test_ranks_that_share_the_tokens_still_find_the_frequencies(model: QwenImageTransformer2DModel) -> None:
+    plan: Any = model._cp_plan
+    qwen_dit.fuse(model)
+    for number, freqs in enumerate(model.pos_embed([[(1, 3, 4)]], max_txt_seq_len=5, device=torch.device("cpu"))):
+        wish = plan["pos_embed"][number]
+        assert freqs.dim() == wish.expected_dims
+        assert len(freqs) == (12, 5)[number], "tokens stand in the dimension that is split"
+        assert wish.split_dim == 0
+
+
 class Looks(TorchFunctionMode):
     """Counts how often somebody waits for the device to know a tensor's number."""
 

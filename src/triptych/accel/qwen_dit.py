@@ -22,11 +22,11 @@ from torch import Tensor, nn
 
 
 def rotate(x: Tensor, freqs: Tensor) -> Tensor:
-    """Rotary embedding of interleaved pairs. x [batch, tokens, heads, dim]; freqs [tokens, dim / 2, 2]; like x.
+    """Rotary embedding of interleaved pairs. x [batch, tokens, heads, dim]; freqs [tokens, dim]; like x.
 
-    The last dimension of ``freqs`` is cosine and sine.
+    In ``freqs`` each angle's cosine stands before its sine.
     """
-    cos, sin = freqs[:, None].unbind(-1)
+    cos, sin = freqs[:, None].unflatten(-1, (-1, 2)).unbind(-1)
     even, odd = x.float().unflatten(-1, (-1, 2)).unbind(-1)
     return torch.stack((even * cos - odd * sin, even * sin + odd * cos), dim=-1).flatten(3).type_as(x)
 
@@ -135,11 +135,14 @@ def leave_out_masks(transformer: nn.Module) -> None:
 
 
 def _make_frequencies_real(transformer: Any) -> None:
-    """Have the blocks get the rotation's frequencies as real numbers; a graph that takes complex ones is slower."""
+    """Have the blocks get the rotation's frequencies as real numbers; a graph that takes complex ones is slower.
+
+    They stay [tokens, ...] of two dimensions, which is how ranks that share the tokens know them.
+    """
     compute: Callable[..., Any] = transformer.pos_embed.forward
 
     @functools.wraps(compute)
     def forward(*args: Any, **kwargs: Any) -> tuple[Tensor, ...]:
-        return tuple(torch.view_as_real(freqs) for freqs in compute(*args, **kwargs))
+        return tuple(torch.view_as_real(freqs).flatten(1) for freqs in compute(*args, **kwargs))
 
     transformer.pos_embed.forward = forward
