@@ -134,8 +134,10 @@ async def test_files_that_a_hanging_store_has_not_taken_when_the_server_stops_ar
         store.setattr(LocalMedia, "_write", staticmethod(hang))
         job = await estate.submit()
         await until(writing.is_set, "the file to be written")
+        assert not estate.service.pause(job.id).view.paused, "there is nothing left to pause"
         await asyncio.wait_for(estate.service.close(), 30)
     await estate.open()
+    assert not estate.service.get(job.id).view.paused
     go_on.set()
     assert (await estate.end(job.id)).files[0].path.read_bytes() == b"film"
     assert len(puppet.seen) == 3, "nothing was made twice"
@@ -152,6 +154,17 @@ async def test_the_time_that_a_job_has_used_up_is_remembered(estate: Estate) -> 
     after = estate.service.get(job.id).view
     assert after.running_seconds >= before.running_seconds > 0.5
     assert after.waiting_seconds >= before.waiting_seconds
+
+
+async def test_the_time_of_a_paused_job_is_remembered_too(estate: Estate) -> None:
+    estate.add(ENCODER)
+    await estate.instances(1)
+    job = await estate.submit()
+    await estate.reach(job.id, JobState.DENOISING_WAITING)
+    await until(lambda: estate.service.get(job.id).view.waiting_seconds > 0.3, "some time to pass")
+    before = estate.service.pause(job.id).view
+    await estate.restart()
+    assert estate.service.get(job.id).view.waiting_seconds >= before.waiting_seconds > 0.3
 
 
 async def test_uploaded_images_survive_until_the_job_ends(estate: Estate) -> None:

@@ -102,9 +102,7 @@ class ImageRoutes:
                 places.append(self._waiting.join(job))
             yield places
         finally:
-            # All are left before the first deletion is waited for: others who leave meanwhile count who is there.
-            for job in [place.job for place in places if place.leave()]:
-                await self._waiting.forget(job.id)
+            await self._waiting.forget(*[place.job.id for place in places if place.leave()])
 
     async def _data(self, request: Request, order: Order, records: Sequence[JobRecord]) -> list[ImageData]:
         found: list[ImageData] = []

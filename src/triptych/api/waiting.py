@@ -79,10 +79,15 @@ class Waiting:
                 task.cancel()
             await asyncio.gather(done, gone, *ends, return_exceptions=True)
 
-    async def forget(self, job: RequestId) -> None:
-        """Stop and delete a job; nothing happens when it is gone already."""
-        with suppress(NotFound):
-            await self._service.delete(job)
+    async def forget(self, *jobs: RequestId) -> None:
+        """Stop and delete jobs that nobody has a use for; nothing happens to those that are gone already."""
+        # Before the first deletion is waited for: who asks for the same meanwhile must not join the last of them.
+        for job in jobs:
+            with suppress(NotFound):
+                self._service.free_key(job)
+        for job in jobs:
+            with suppress(NotFound):
+                await self._service.delete(job)
 
     async def _end(self, job: JobRecord) -> JobRecord:
         record = await self._service.wait(job.id)

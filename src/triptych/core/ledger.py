@@ -1,12 +1,13 @@
 """The router's books, and the moves that keep them consistent; each move leaves its actions in ``out``.
 
 Theory of operation. A live request stands in exactly one place: in the queue of its role, under a grant (a lease that
-some instance holds), in storing (its files have arrived and the shell is writing them), parked (a client has paused
-it), or held (an earlier life of the server had it under way, and the instances may bring back what they have of it). A
-copy is booked twice, with the request that will read it and with the instance whose pool holds it; both are struck out
-together. A grant whose request has ended or moved on stays with the instance without a request, because the slot is
-taken until the instance says that it stopped. Every way back (lost instance, lost copy, failed stage) goes through
-`requeue` or `recheck`: settle what is still there, then line up for the earliest stage that has to be done.
+some instance holds; also while its decoder is to send files again that could not be stored), in storing (its files have
+arrived and the shell is writing them), parked (a client has paused it), or held (an earlier life of the server had it
+under way, and the instances may bring back what they have of it). A copy is booked twice, with the request that will
+read it and with the instance whose pool holds it; both are struck out together. A grant whose request has ended or
+moved on stays with the instance without a request, because the slot is taken until the instance says that it stopped.
+Every way back (lost instance, lost copy, failed stage) goes through `requeue` or `recheck`: settle what is still there,
+then line up for the earliest stage that has to be done.
 """
 
 from __future__ import annotations

@@ -166,7 +166,7 @@ class Reports:
         if role is Role.ENCODER:
             job.encoded_by = member.hello.fingerprint
         else:
-            for copy in list(job.keeping.values()):
+            for copy in [copy for copy in job.keeping.values() if copy.consumer is role]:
                 ledger.call_off(copy)
         ledger.release([copy for copy in job.copies.values() if copy.consumer is role])
         # A later stage that was done already may have lost its output meanwhile, and then reads this one's again.

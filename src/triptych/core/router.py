@@ -255,11 +255,11 @@ class Router:
         """Requests waiting for an instance, by role."""
         return {role: len(queue) for role, queue in self._ledger.queues.items()}
 
-    def clocks(self) -> list[Clocks]:
-        """What time every live request has used up, but the parked ones, whose clocks stand still."""
+    def clocks(self, *, parked: bool = False) -> list[Clocks]:
+        """What time every live request has used up; the ``parked`` ones, whose clocks stand still, where wanted."""
         ledger, found = self._ledger, list[Clocks]()
         for job in ledger.jobs.values():
-            if not job.parked:
+            if parked or not job.parked:
                 waited, ran = job.clocks(ledger.now)
                 found.append(Clocks(request=job.request, waited=waited, ran=ran))
         return found

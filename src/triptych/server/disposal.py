@@ -16,7 +16,7 @@ log = logging.getLogger(__name__)
 
 FIRST_PAUSE: Final = 1.0
 LONGEST_PAUSE: Final = 60.0
-"""Seconds between two rounds of tries; each is twice as long as the one before while all of them fail."""
+"""Seconds between two rounds of tries; each is twice as long as the one before, beginning anew when one succeeds."""
 
 _IN_A_ROW: Final = 3
 """Tries that fail before a round ends: then it is the store, and not one file."""

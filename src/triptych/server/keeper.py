@@ -213,6 +213,7 @@ class Keeper:
             self.spawn(self._quietly(self.saved.ensure(entry.id)))
 
     def _forget(self, entry: Entry) -> None:
+        self.free_key(entry)  # at once: a request that came with it now would be told of a job that is gone
         self.spawn(self.erase(entry))
 
     async def _quietly(self, work: Awaitable[object]) -> None:

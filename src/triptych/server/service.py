@@ -120,7 +120,7 @@ class DiffusionService:
         await self._keeper.rest(end - clock())
         if self._shell is not None:
             await self._shell.close(max(0.0, end - clock()))
-            for clocks in self._router.clocks():
+            for clocks in self._router.clocks(parked=True):
                 self._keeper.note(clocks)
         await self._keeper.rest(max(0.0, end - clock()))
         if self._control is not None:
@@ -250,12 +250,13 @@ class DiffusionService:
     def pause(self, id: RequestId) -> JobRecord:
         """Have the job wait until `resume`, a denoising one from the next step on; its clocks stand still meanwhile.
 
-        Nothing happens when it has ended. Raises `NotFound`.
+        Nothing happens when it has ended, or when nothing is left but to store its files. Raises `NotFound`.
         """
         entry = self._records.get(id)
         if not entry.ended:
             self._live_shell().feed(PauseRequest(request=id))
-            self._keeper.note(Paused(request=id, paused=True))
+            if entry.view.paused:
+                self._keeper.note(Paused(request=id, paused=True))
         return self._record(entry)
 
     def resume(self, id: RequestId) -> JobRecord:
@@ -277,9 +278,13 @@ class DiffusionService:
         self._live_shell().feed(MigrateRequest(request=id))
         return self._record(entry)
 
+    def free_key(self, id: RequestId) -> None:
+        """Have the Idempotency-Key of a job that is about to be deleted stand for nothing. Raises `NotFound`."""
+        self._keeper.free_key(self._records.get(id))
+
     async def delete(self, id: RequestId) -> JobRecord:
         """Forget a job and its media, stopping it first when it is live; returns its last state."""
-        self._keeper.free_key(self._records.get(id))
+        self.free_key(id)
         await self.cancel(id)
         entry = self._records.get(id)
         record = self._record(entry)

@@ -1,7 +1,8 @@
 """The role process: binds, loads, serves and leaves.
 
-Four kinds of threads share the work. *Control* (the main thread) owns the sockets and the instance machine. *Compute*
-owns the model. *Transfer* pulls inputs ahead and stages outputs. *Media* writes files. They talk by queues only.
+Several kinds of threads share the work. *Control* (the main thread) owns the sockets and the instance machine.
+*Compute* owns the model. *Transfer* pulls inputs ahead and stages outputs, *keeping* fetches what is kept for others.
+*Media* writes files, *preview* pictures of what is denoised. They talk by queues only.
 """
 
 from __future__ import annotations

@@ -154,6 +154,25 @@ def test_many_threads_at_once_keep_the_books_right(open_here: Open, pull: Puller
     assert plane.take_dropped() == ()
 
 
+def test_a_pull_for_which_there_is_no_memory_says_so_and_nothing_of_the_copy(
+    open_here: Open, pull: Puller, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    plane = open_here("shm")
+    there = plane.stage(R, zeros(1000))
+    empty = torch.empty
+
+    def refuse(*size: Any, **more: Any) -> torch.Tensor:
+        if size == (there.nbytes,):
+            raise RuntimeError("CUDA error: out of memory")
+        return empty(*size, **more)
+
+    with monkeypatch.context() as full:
+        full.setattr(torch, "empty", refuse)
+        with pytest.raises(MemoryError, match=f"handoff of {there.nbytes} bytes"):
+            pull(plane, there)
+    assert pull(plane, there).nbytes == there.nbytes
+
+
 def test_memory_that_cannot_be_had_is_a_config_error() -> None:
     with pytest.raises(ConfigError, match="disagg-transfer-pool-size"):
         open_plane(TransferConfig(kind="shm", pool_bytes=1 << 60), InstanceId("i"), Epoch("e"), "cpu")

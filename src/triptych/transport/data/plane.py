@@ -223,8 +223,8 @@ class PooledPlane:
     def _allocate(self, nbytes: int) -> torch.Tensor:
         try:
             return torch.empty(nbytes, dtype=torch.uint8, pin_memory=self._gpu is not None)
-        except RuntimeError as error:
-            raise TransferError(f"no memory for a handoff of {nbytes} bytes: {error}") from error
+        except RuntimeError as error:  # of the allocator, or of CUDA where the memory is pinned
+            raise MemoryError(f"no memory for a handoff of {nbytes} bytes: {error}") from error
 
     # -- books -------------------------------------------------------------------------------------------------
 
