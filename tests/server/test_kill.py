@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
@@ -85,6 +86,37 @@ class Town:
         return Counter((lease.request, lease.role.value) for p in self.puppets for lease, _, _ in tuple(p.seen))
 
 
+class Pollers:
+    """Clients who ask for their jobs all the time, one after the other, whatever happens to the server."""
+
+    def __init__(self, town: Town) -> None:
+        self.jobs: list[str] = []
+        self.answers: Counter[int | str] = Counter()
+        """How often each status came; what is no answer, by the kind of its error."""
+        self._town = town
+        self._over = threading.Event()
+        self._thread = threading.Thread(target=self._ask, name="pollers")
+
+    def _ask(self) -> None:
+        with httpx.Client(base_url=self._town.api.url, timeout=60, trust_env=False) as http:
+            while not self._over.wait(0.01):
+                for job in tuple(self.jobs):
+                    try:
+                        answer = http.get(f"/v1/videos/{job}")
+                    except httpx.TransportError as error:
+                        self.answers[type(error).__name__] += 1
+                    else:
+                        self.answers[answer.status_code] += 1
+
+    def __enter__(self) -> Pollers:
+        self._thread.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._over.set()
+        self._thread.join()
+
+
 @pytest.fixture
 def town(tmp_path: Path) -> Iterator[Town]:
     town = Town(tmp_path)
@@ -137,6 +169,44 @@ def test_every_accepted_job_survives_the_kill_and_running_stages_are_not_repeate
     assert town.executions() == {(job, role.value): 1 for job in jobs for role in ROLES}
     begun = [lease.request for lease, _, _ in denoiser.seen]
     assert begun == jobs, "waiting jobs are taken up in the order of their acceptance"
+
+
+def test_who_polls_sees_no_gap_but_refused_connections(town: Town) -> None:
+    town.add(ENCODER)
+    denoiser = town.add(DENOISER, hold=True)
+    town.add(DECODER)
+    with Pollers(town) as pollers:
+        for life in range(3):
+            town.wait_ready()
+            job = town.submit(f"in life {life}").json()["id"]
+            pollers.jobs.append(job)
+            town.reach(job, "denoising_running" if life < 2 else "denoising_waiting")
+            until(lambda seen=pollers.answers[200]: pollers.answers[200] > seen, "an answer before the kill", 30)
+            town.server.kill()
+            until(lambda seen=pollers.answers["ConnectError"]: pollers.answers["ConnectError"] > seen, "no answer", 30)
+            town.start()
+            until(lambda seen=pollers.answers[200]: pollers.answers[200] > seen, "an answer after the kill", 30)
+        until(lambda: len(denoiser.held) == 2, "the stages that are held", 30)
+        denoiser.let_go()
+        for job in pollers.jobs:
+            town.done(job)
+    assert {answer for answer in pollers.answers if isinstance(answer, int)} == {200}, pollers.answers
+
+
+def test_a_kill_right_after_the_answer_takes_no_job(town: Town) -> None:
+    town.add(*ROLES)
+    jobs: list[str] = []
+    for life in range(3):
+        town.wait_ready()
+        answer = town.submit(f"in life {life}")
+        town.server.kill()
+        assert answer.status_code == 200, answer.text
+        jobs.append(answer.json()["id"])
+        town.start()
+    town.wait_ready()
+    for job in jobs:
+        town.done(job)
+        assert town.api.content(job) == b"film"
 
 
 def test_stages_that_end_while_the_server_is_down_count(town: Town) -> None:
