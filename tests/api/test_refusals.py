@@ -412,7 +412,7 @@ def test_what_no_pool_of_a_live_instance_can_hold_is_refused_with_its_size(make_
             return httpx.post(f"{house.url}/v1/videos", json=body, timeout=20)
 
         pool = house.service.info()["instances"][0]["pool_bytes"]
-        assert 4 * 16 * 16 * 32 * 32 == pool
+        assert pool == 4 * 16 * 16 * 32 * 32
         assert post(1 + 4 * 15).status_code == 200
         answer = post(1 + 4 * 16)
         assert (answer.status_code, answer.json()["error"]["code"]) == (413, "too_large")
