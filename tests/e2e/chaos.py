@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import re
 import signal
 import time
 from dataclasses import dataclass
@@ -11,6 +12,7 @@ from typing import Any
 import httpx
 
 from tests.e2e.harness import ROLES, Deployment, Process, until
+from triptych.config import METRICS_OFFSET
 
 STATES = {
     "encoder_waiting": "encoder",
@@ -70,31 +72,42 @@ class Arena:
         self._number = 0
 
     def strike(self, case: Case) -> list[tuple[str, int]]:
-        """Bring a request into the state of the case, let the blow fall, and mend what it broke. Fails when no request
-        can be caught in that state.
+        """Bring a request into the state of the case, let the blow fall, and mend what it broke.
 
         Returns the requests that were accepted before and during the blow, each with its seed.
         """
-        jobs = [self._submit()]
-        holder = self.deployment.instances[f"{STATES[case.state]}-0"]
+        jobs = [self._submit(), *self.catch(case.state)]
+        self._blow(case)
+        return jobs
+
+    def catch(self, state: str) -> list[tuple[str, int]]:
+        """Bring a request into a state, and leave the instance that it is with stopped. Fails when none can be caught.
+
+        Returns the requests that were accepted meanwhile, each with its seed; the last one is in that state.
+        """
+        jobs: list[tuple[str, int]] = []
+        holder = self.holder(state)
         for tries in itertools.count(1):
-            if case.state.endswith("waiting"):
+            if state.endswith("waiting"):
                 holder.signal(signal.SIGSTOP)
                 jobs.append(self._submit())
-            elif case.state == "encoder_running":
+            elif state == "encoder_running":
                 holder.signal(signal.SIGSTOP)
                 jobs.append(self._submit())
                 self._inch(jobs[-1][0], holder)
             else:
                 jobs.append(self._submit())
-                self._await(jobs[-1][0], case.state)
+                self._await(jobs[-1][0], state)
                 holder.signal(signal.SIGSTOP)
-            if self._stays(jobs[-1][0], case.state):
-                break
-            assert tries < TRIES, f"no request stayed in {case.state}, the last one is {self._stage(jobs[-1][0])}"
+            if self._stays(jobs[-1][0], state):
+                return jobs
+            assert tries < TRIES, f"no request stayed in {state}, the last one is {self._stage(jobs[-1][0])}"
             holder.signal(signal.SIGCONT)
-        self._blow(case)
-        return jobs
+        raise AssertionError
+
+    def holder(self, state: str) -> Process:
+        """The instance that a request is with in a state."""
+        return self.deployment.instances[f"{STATES[state]}-0"]
 
     def settle(self, jobs: list[tuple[str, int]]) -> None:
         """Wait for the good end of every request, and compare its bytes with those of an undisturbed run."""
@@ -104,9 +117,17 @@ class Arena:
             assert api.content(job) == self.expected[seed], f"{job} has other bytes than an undisturbed run"
 
     def at_rest(self) -> bool:
-        """Whether nothing is held for any request."""
+        """Whether nothing is held for any request: no lease, no copy, and no memory of a transfer pool."""
         instances = self.deployment.api.info()["instances"]
-        return len(instances) == len(ROLES) and not any(one["leases"] or one["copies"] for one in instances)
+        held = any(one["leases"] or one["copies"] or one["pool_used"] for one in instances)
+        return len(instances) == len(ROLES) and not held
+
+    def steps(self) -> float:
+        """Denoising steps that the denoiser has computed since it was started."""
+        port = self.deployment.work_ports["denoiser-0"] + METRICS_OFFSET
+        text = httpx.get(f"http://127.0.0.1:{port}/metrics", trust_env=False).raise_for_status().text
+        (value,) = re.findall(r"^triptych_instance_steps_total (\S+)$", text, re.M)
+        return float(value)
 
     def _submit(self) -> tuple[str, int]:
         self._number += 1
@@ -144,7 +165,7 @@ class Arena:
         name = "server" if case.victim == "server" else f"{case.victim}-0"
         process = deployment.server if name == "server" else deployment.instances[name]
         assert process is not None
-        holder = deployment.instances[f"{STATES[case.state]}-0"]
+        holder = self.holder(case.state)
         match case.blow:
             case "kill":
                 process.kill()

@@ -1,4 +1,5 @@
-"""Kills, freezes and stops of every process in every state of a request: nothing that was accepted is lost.
+"""Kills, freezes and stops of every process in every state of a request: nothing that was accepted is lost. And what
+was taken back, in whatever state, leaves nothing behind.
 
 One deployment of real processes for each data plane is reused from case to case. `make chaos` runs all of them, a
 normal test run every sixth or so.
@@ -6,8 +7,13 @@ normal test run every sixth or so.
 
 from __future__ import annotations
 
+import json
+import signal
+import socket
+import time
 from collections.abc import Iterator
 
+import httpx
 import pytest
 
 from tests.e2e.chaos import BLOWS, PLANES, STATES, VICTIMS, Arena, Case, all_cases
@@ -63,6 +69,50 @@ def arenas(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Arenas]:
 
 def _param(case: Case) -> object:
     return pytest.param(case, id=str(case), marks=() if str(case) in QUICK else (pytest.mark.chaos,))
+
+
+SHORT = {"prompt": "a red ball", "num_inference_steps": 2, "size": "64x64"}
+LONG = SHORT | {"num_inference_steps": 100, "size": "512x512"}
+"""Takes many seconds."""
+
+
+def nothing_goes_on(arena: Arena) -> None:
+    """Everything is given back within seconds, and nobody computes for a request that is gone."""
+    until(arena.at_rest, "every lease, copy and byte of a pool being given back", seconds=30)
+    steps = arena.steps()
+    time.sleep(0.5)  # as long as it takes to compute many
+    assert arena.steps() == steps
+
+
+@pytest.mark.timeout(600)
+@pytest.mark.parametrize("state", STATES)
+def test_a_job_that_is_deleted_in_any_state_leaves_nothing_behind(arenas: Arenas, state: str) -> None:
+    arena = arenas.get("shm")
+    *others, (job, _) = arena.catch(state)
+    api = arena.deployment.api
+    httpx.delete(f"{api.url}/v1/videos/{job}", trust_env=False).raise_for_status()
+    arena.holder(state).signal(signal.SIGCONT)
+    arena.settle(others)
+    nothing_goes_on(arena)
+
+
+@pytest.mark.timeout(600)
+@pytest.mark.parametrize("state", ["encoder_waiting", "denoising_waiting", "denoising_running", "decoder_waiting"])
+def test_who_hangs_up_in_any_state_leaves_nothing_behind(arenas: Arenas, state: str) -> None:
+    arena = arenas.get("shm")
+    api, holder = arena.deployment.api, arena.holder(state)
+    body = json.dumps(LONG if state == "denoising_running" else SHORT)
+    kind = f"content-type: application/json\r\ncontent-length: {len(body)}"
+    before = arena.steps()
+    if state.endswith("waiting"):
+        holder.signal(signal.SIGSTOP)
+    with socket.create_connection(("127.0.0.1", arena.deployment.port)) as wire:
+        wire.sendall(f"POST /v1/images/generations HTTP/1.1\r\nhost: x\r\n{kind}\r\n\r\n{body}".encode())
+        until(lambda: api.info()["requests"].get(state), f"a request being in {state}")
+    until(lambda: not api.info()["requests"].get(state), "the server hearing of that")
+    holder.signal(signal.SIGCONT)
+    nothing_goes_on(arena)
+    assert arena.steps() - before < 100
 
 
 @pytest.mark.timeout(600)
