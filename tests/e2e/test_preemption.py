@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 
+from tests.e2e.clients import SEEDS, SHORT, Clients
 from tests.e2e.harness import Deployment, instances_of, until
 
 LONG: dict[str, Any] = {"num_inference_steps": 60, "size": "128x128", "num_frames": 9, "seed": 5}
@@ -90,23 +91,31 @@ def test_a_moved_request_goes_on_where_it_was_on_the_other_denoiser(saving: Depl
     assert saving.api.content(job) == expected
 
 
-def test_restarting_every_instance_in_turn_under_load_loses_nothing(saving: Deployment, expected: bytes) -> None:
-    """What takes longer than an instance may take to leave is handed over between two steps."""
-    short = {"num_inference_steps": 6, "size": "64x64", "num_frames": 5}
+def test_restarting_every_process_in_turn_under_load_loses_nothing(saving: Deployment, expected: bytes) -> None:
+    """What takes longer than an instance may take to leave is handed over between two steps. Meanwhile requests come,
+    and are accepted whoever is away but the server."""
     lengthy = [saving.api.submit(**LONG) for _ in range(2)]
-    brief = [saving.api.submit(**short, seed=seed) for seed in range(4)]
     leaver = denoiser_of(saving, lengthy[0], 5)
     (other,) = {"denoiser-0", "denoiser-1"} - {leaver}
-    for name in (leaver, other, "encoder-0", "decoder-0"):
-        process = saving.instances[name]
-        process.signal(signal.SIGTERM)
-        assert process.end(10) == 0, process.output()[-3000:]
-        start(saving, name)
-        until(lambda name=name: name in saving.registered(), f"{name} to come back")  # one at a time, as rollouts do
-    videos = [saving.api.done(job, seconds=300) for job in lengthy]
-    assert any(video["resumed_from_step"] >= 5 for video in videos)
+    with Clients(saving.api) as clients:
+        for name in (leaver, other, "encoder-0", "decoder-0"):
+            process = saving.instances[name]
+            process.signal(signal.SIGTERM)
+            assert process.end(10) == 0, process.output()[-3000:]
+            clients.submit()
+            start(saving, name)
+            until(lambda name=name: name in saving.registered(), f"{name} to come back")  # as rollouts do
+        videos = [saving.api.done(job, seconds=300) for job in lengthy]
+        assert any(video["resumed_from_step"] >= 5 for video in videos)
+
+        assert saving.server is not None
+        clients.submit()
+        assert saving.server.stop() == 0, saving.server.output()[-3000:]
+        saving.start_server()
+        saving.wait_ready()
+        clients.submit()
     assert [saving.api.content(job) for job in lengthy] == [expected] * 2
-    for job in brief:
+    alone = [saving.api.make(**SHORT, seed=seed) for seed in range(SEEDS)]
+    for job, seed in clients.accepted:
         saving.api.done(job)
-    again = [saving.api.make(**short, seed=seed) for seed in range(4)]
-    assert [saving.api.content(job) for job in brief] == again
+        assert saving.api.content(job) == alone[seed]
