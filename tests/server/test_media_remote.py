@@ -4,14 +4,19 @@ from __future__ import annotations
 
 import uuid
 from collections.abc import Iterator
+from contextlib import ExitStack
 from pathlib import Path
 
 import fsspec
+import httpx
 import pytest
 from moto.server import ThreadedMotoServer
 
+from tests.api.conftest import CLIP, schema
+from tests.api.conftest import House as Door
 from tests.server.house import House, until
 from tests.server.test_media_store import media
+from triptych.client import Client
 from triptych.core.events import JobState
 from triptych.errors import ConfigError, StorageFailed
 from triptych.server.media_remote import RemoteMedia
@@ -28,16 +33,22 @@ def s3() -> Iterator[str]:
     server.stop()
 
 
-@pytest.fixture(params=["memory", "s3"])
-def url(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
-    """A fresh place in a store."""
-    if request.param == "memory":
-        return f"memory://{uuid.uuid4().hex}"
+@pytest.fixture
+def s3_url(s3: str, monkeypatch: pytest.MonkeyPatch) -> str:
+    """A fresh place in S3."""
     monkeypatch.setenv("AWS_ACCESS_KEY_ID", "a")
     monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", "b")
     monkeypatch.setenv("AWS_DEFAULT_REGION", "us-east-1")
-    monkeypatch.setenv("AWS_ENDPOINT_URL", request.getfixturevalue("s3"))
+    monkeypatch.setenv("AWS_ENDPOINT_URL", s3)
     return f"s3://bucket-{uuid.uuid4().hex}/clips"
+
+
+@pytest.fixture(params=["memory", "s3"])
+def url(request: pytest.FixtureRequest) -> str:
+    """A fresh place in a store."""
+    if request.param == "memory":
+        return f"memory://{uuid.uuid4().hex}"
+    return request.getfixturevalue("s3_url")
 
 
 @pytest.fixture
@@ -133,5 +144,52 @@ async def test_a_server_keeps_its_media_there_and_a_restarted_one_finds_them(url
         await house.service.delete(record.id)
         assert remote(url) == set()
         await until(lambda: not list((tmp_path / "outputs").iterdir()), "the local copy being removed")
+    finally:
+        await house.close()
+
+
+def test_servers_that_share_a_store_give_each_others_files_by_name(s3_url: str, tmp_path: Path) -> None:
+    with ExitStack() as stack:
+        here, there = (Door(tmp_path / name, schema(with_count=True), media_store=s3_url) for name in ("here", "there"))
+        for door in (here, there):
+            door.open()
+            stack.callback(door.close)
+        client = stack.enter_context(Client(here.url))
+        job = client.create("a cat").id
+        client.wait(job, timeout=60)
+        name = f"{job}.mp4"
+
+        def get(house: Door, name: str, **headers: str) -> httpx.Response:
+            return httpx.get(f"{house.url}/v1/files/{name}", headers=headers, timeout=20)
+
+        for door in (here, there):
+            answer = get(door, name)
+            assert (answer.content, answer.headers["content-type"]) == (CLIP, "video/mp4")
+            assert get(door, name, range="bytes=1-3").content == CLIP[1:4]
+        assert get(there, f"video_{'0' * 32}.mp4").status_code == 404
+        assert httpx.get(f"{there.url}/v1/videos/{job}").status_code == 404
+        client.delete(job)
+        assert [get(door, name).status_code for door in (here, there)] == [404, 404]
+        assert not list((tmp_path / "there").glob("*.mp4"))
+
+
+async def test_a_deleted_job_is_gone_though_the_store_has_its_file_yet(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, s3_url: str
+) -> None:
+    house = House(tmp_path / "outputs")
+    await house.open(media_store=s3_url)
+    try:
+        house.add()
+        await house.ready()
+        record = await house.run()
+        (file,) = record.files
+
+        def down(self: RemoteMedia, name: str) -> None:
+            raise StorageFailed("the store is down")
+
+        monkeypatch.setattr(RemoteMedia, "_delete", down)
+        await house.service.delete(record.id)
+        assert remote(s3_url) == {file.name}
+        assert await house.service.shared_file(record.id, file.name) is None
     finally:
         await house.close()

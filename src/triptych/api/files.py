@@ -96,16 +96,23 @@ class Files:
 
     async def get(self, request: Request, name: str) -> FileResponse:
         """A finished file by its name in the store."""
-        return await media_response(request, self._find(name), "inline")
+        return await media_response(request, await self._find(name), "inline")
 
     async def download(self, request: Request, name: str) -> FileResponse:
         """A finished file by either name; nothing else that lies in the output folder can be had."""
-        return await media_response(request, self._service.saved.find(name) or self._find(name), "attachment")
+        file = self._service.saved.find(name) or await self._find(name)
+        return await media_response(request, file, "attachment")
 
-    def _find(self, name: str) -> StoredFile:
+    async def _find(self, name: str) -> StoredFile:
         found = _NAME.fullmatch(name)
         if found is not None:
-            record = self._service.get(RequestId(found[1]))
+            id = RequestId(found[1])
+            try:
+                record = self._service.get(id)
+            except NotFound:
+                if (file := await self._service.shared_file(id, name)) is not None:
+                    return file
+                raise
             for file in record.files:
                 if file.name == name:
                     return file

@@ -43,13 +43,23 @@ class Disposal:
         self._remove = remove
         self._forget = forget
         self._clock = clock
+        self._condemned: set[RequestId] = set()
         self._left: deque[_Waste] = deque()
         self._pause = FIRST_PAUSE
         self._next = 0.0
         self._trying = False
 
+    def condemn(self, request: RequestId) -> None:
+        """Whatever is left of a job is to be deleted, by a call of `clear` to come."""
+        self._condemned.add(request)
+
+    def condemned(self, request: RequestId) -> bool:
+        """Whether something of a job is still to be deleted: it is gone for clients already."""
+        return request in self._condemned
+
     async def clear(self, request: RequestId, files: tuple[StoredFile, ...], *, rows: bool) -> None:
         """Delete files of a job, and with ``rows`` what the journal has of it; what fails is tried again later."""
+        self.condemn(request)
         waste = _Waste(request, files, rows)
         if not await self._try(waste):
             if not self._left:
@@ -89,4 +99,5 @@ class Disposal:
         except (StorageFailed, OSError) as error:
             log.error("what is left of %s cannot be deleted yet: %s", waste.request, error)
             return False
+        self._condemned.discard(waste.request)
         return True

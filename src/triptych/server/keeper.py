@@ -21,7 +21,7 @@ from triptych.server.disposal import Disposal
 from triptych.server.idempotency import IdempotencyKey, Keys
 from triptych.server.media_remote import RemoteMedia
 from triptych.server.media_store import LocalMedia, MediaStore
-from triptych.server.records import Entry, IdMint, Records
+from triptych.server.records import Entry, IdMint, Records, StoredFile
 from triptych.server.saved import SavedFiles
 from triptych.wire.messages import MediaFile
 
@@ -49,6 +49,7 @@ class Keeper:
         self.records = Records(config.retained_jobs, self._forget, retained_bytes=config.retained_bytes)
         self.saved = SavedFiles(self.records, config.output_dir, config.state_dir, self.note)
         self.keys = Keys()
+        self._storing: set[RequestId] = set()
         self._disposal = Disposal(
             lambda files: self.in_thread(self._media.remove, files), self._archive.forget, time.monotonic
         )
@@ -150,6 +151,19 @@ class Keeper:
 
     async def store(self, request: RequestId, files: Sequence[tuple[MediaFile, bytes]]) -> None:
         """Keep the files of a job that is about to end; raises `StorageFull` or `StorageFailed`."""
+        self._storing.add(request)
+        try:
+            await self._store(request, files)
+        finally:
+            self._storing.discard(request)
+
+    async def find(self, request: RequestId, name: str) -> StoredFile | None:
+        """A file of a job of another server that uses the same media store. Raises `StorageFailed`."""
+        if self._disposal.condemned(request) or request in self._storing:  # a job of ours that was deleted
+            return None
+        return await asyncio.to_thread(self._media.find, name)  # not by the threads that store what is finished
+
+    async def _store(self, request: RequestId, files: Sequence[tuple[MediaFile, bytes]]) -> None:
         stored = await self.in_thread(self._media.store, request, files)
         entry = self.records.find(request)
         if entry is None or entry.ended:  # cancelled or deleted while its files were being written
@@ -171,6 +185,7 @@ class Keeper:
         """Delete everything of a job, now or when its store can be reached; the next server ends what a killed one has
         begun."""
         self.records.remove(entry)
+        self._disposal.condemn(entry.id)
         self.free_key(entry)
         self.note(Deleting(request=entry.id))
         await self.settle()
@@ -213,6 +228,7 @@ class Keeper:
             self.spawn(self._quietly(self.saved.ensure(entry.id)))
 
     def _forget(self, entry: Entry) -> None:
+        self._disposal.condemn(entry.id)
         self.free_key(entry)  # at once: a request that came with it now would be told of a job that is gone
         self.spawn(self.erase(entry))
 

@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, Final, TypeVar
 
 from triptych.config import MIB
 from triptych.errors import ConfigError, StorageFailed
@@ -23,6 +23,10 @@ log = logging.getLogger(__name__)
 
 CACHE_BYTES = 1024 * MIB
 """Local copies that are kept to be served; the longest unused goes first."""
+
+_AT_ONCE: Final = frozenset({"s3", "s3a", "gs", "gcs", "az", "abfs", "abfss"})
+"""Protocols of stores where a file appears when all of it has arrived, so that others never see half of one."""
+_MIME: Final = {".mp4": "video/mp4", ".png": "image/png", ".jpg": "image/jpeg", ".webp": "image/webp"}
 
 T = TypeVar("T")
 
@@ -84,6 +88,30 @@ class RemoteMedia:
             raise
         return tuple(self.place(file) for file in stored)
 
+    def find(self, name: str) -> StoredFile | None:
+        """See `MediaStore.find`. Of stores that show files before they are whole nothing is given."""
+        path, remote = self._local.path(name), self._remote(name)
+        if path.suffix not in _MIME or self._url.partition("://")[0] not in _AT_ONCE:
+            return None
+        self._system.invalidate_cache(self._root)  # others write and delete there too
+        try:
+            size = self._remotely("cannot be read", lambda: self._system.info(remote)["size"], absent_is_news=True)
+        except FileNotFoundError:
+            self._drop(name)
+            return None
+        return StoredFile(
+            name=name,
+            path=path,
+            mime=_MIME[path.suffix],
+            suffix=path.suffix,
+            nbytes=size,
+            width=0,
+            height=0,
+            frames=0,
+            fps=0,
+            source=self,
+        )
+
     def fetch(self, name: str) -> None:
         """Have the file of that name on the local disk. Raises `FileNotFoundError` or `StorageFailed`."""
         path = self._local.path(name)
@@ -130,6 +158,13 @@ class RemoteMedia:
                 oldest, _ = self._cached.popitem(last=False)
                 with suppress(OSError):
                     self._local.path(oldest).unlink(missing_ok=True)
+
+    def _drop(self, name: str) -> None:
+        """Have no local copy of a file that is gone from the store."""
+        with self._lock:
+            self._cached.pop(name, None)
+            with suppress(OSError):
+                self._local.path(name).unlink(missing_ok=True)
 
     def _remote(self, name: str) -> str:
         return f"{self._root}/{name}"

@@ -42,6 +42,10 @@ class MediaStore(Protocol):
         """A file of an earlier life of the server as this store has it."""
         ...
 
+    def find(self, name: str) -> StoredFile | None:
+        """A file that another server has put into this store; None when there is none. Raises `StorageFailed`."""
+        ...
+
     def store(self, request: RequestId, files: Sequence[tuple[MediaFile, bytes]]) -> tuple[StoredFile, ...]:
         """Keep all files of a job, or none of them.
 
@@ -86,6 +90,10 @@ class LocalMedia:
     def place(self, file: StoredFile) -> StoredFile:
         """See `MediaStore.place`: the folder may have been moved."""
         return replace(file, path=self.path(file.name))
+
+    def find(self, name: str) -> StoredFile | None:
+        """See `MediaStore.find`: the folder is this server's alone."""
+        return None
 
     def store(self, request: RequestId, files: Sequence[tuple[MediaFile, bytes]]) -> tuple[StoredFile, ...]:
         """See `MediaStore.store`."""

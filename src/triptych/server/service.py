@@ -194,6 +194,11 @@ class DiffusionService:
         """The job as it is now; raises `NotFound`."""
         return self._record(self._records.get(id))
 
+    async def shared_file(self, id: RequestId, name: str) -> StoredFile | None:
+        """A file of a job that this server does not know, from a media store that it shares with the one that does;
+        None when there is none. Raises `StorageFailed`."""
+        return await self._keeper.find(id, name)
+
     def named(self, name: str) -> JobRecord | None:
         """The newest job to which its client gave that name (`TASK_ID`); None when there is none."""
         found = self._records.having(TASK_ID, name)
