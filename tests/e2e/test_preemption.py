@@ -2,21 +2,31 @@
 
 from __future__ import annotations
 
+import base64
+import io
+import json
 import signal
+import threading
+import time
 from collections.abc import Iterator
+from dataclasses import dataclass
 from typing import Any
 
+import httpx
 import pytest
+from PIL import Image
 
 from tests.e2e.clients import SEEDS, SHORT, Clients
 from tests.e2e.harness import Deployment, instances_of, until
 
+INTERVAL = 0.2
+"""Seconds between two checkpoints."""
 LONG: dict[str, Any] = {"num_inference_steps": 60, "size": "128x128", "num_frames": 9, "seed": 5}
 
 
 @pytest.fixture(scope="module")
 def saving(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Deployment]:
-    """One encoder, two denoisers that make checkpoints five times a second, one decoder."""
+    """One encoder, two denoisers that make checkpoints five times a second, one decoder; with previews."""
     with Deployment(tmp_path_factory.mktemp("saving")) as deployment:
         deployment.start_server()
         for name in ("encoder-0", "denoiser-0", "denoiser-1", "decoder-0"):
@@ -26,7 +36,7 @@ def saving(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Deployment]:
 
 
 def start(deployment: Deployment, name: str) -> None:
-    deployment.start(name, "--checkpoint-interval", "0.2", "--drain-timeout", "2")
+    deployment.start(name, "--checkpoint-interval", str(INTERVAL), "--drain-timeout", "2", "--previews")
 
 
 @pytest.fixture(scope="module")
@@ -50,14 +60,67 @@ def denoiser_of(deployment: Deployment, job: str, step: int) -> str:
     return until(look, f"step {step} of {job}")
 
 
+@dataclass(frozen=True, kw_only=True)
+class Told:
+    """One event of a job as a client got it."""
+
+    at: float
+    name: str
+    data: dict[str, Any]
+
+
+def follow(deployment: Deployment, job: str, told: list[Told]) -> None:
+    """Put the events of a job into ``told`` as they come, until it ends."""
+    url = f"{deployment.api.url}/v1/videos/{job}/events"
+    with httpx.stream("GET", url, timeout=60, trust_env=False) as answer:
+        name = ""
+        for line in answer.iter_lines():
+            kind, _, value = line.partition(": ")
+            if kind == "event":
+                name = value
+            elif kind == "data":
+                told.append(Told(at=time.monotonic(), name=name, data=json.loads(value)))
+
+
+def check_progress(told: list[Told], *attempts: list[Told]) -> None:
+    """The steps of each attempt go up, with time left, and pictures come meanwhile."""
+    for steps in attempts:
+        numbers = [one.data["step"] for one in steps]
+        assert len(set(numbers)) > 1
+        assert numbers == sorted(numbers)
+        assert all(one.data["steps"] == LONG["num_inference_steps"] for one in steps)
+        assert steps[0].data["eta_seconds"] > 0
+    assert told[-1].name == "done"
+    assert told[-1].data["eta_seconds"] == 0
+    pictures = [one.data["preview"] for one in told if one.data["preview"]]
+    with Image.open(io.BytesIO(base64.b64decode(pictures[0].removeprefix("data:image/webp;base64,")))) as picture:
+        assert picture.format == "WEBP"
+        assert picture.width == picture.height
+
+
 def test_a_killed_denoiser_costs_only_the_steps_since_its_last_checkpoint(saving: Deployment, expected: bytes) -> None:
-    job = saving.api.submit(**LONG)
-    victim = denoiser_of(saving, job, 15)
+    """Who follows the job sees it advance, its pictures, and where it goes on."""
+    job = saving.api.submit(**LONG, preview=True)
+    told: list[Told] = []
+    reader = threading.Thread(target=follow, args=(saving, job, told))
+    reader.start()
+    victim = denoiser_of(saving, job, 35)
     saving.instances[victim].kill()
     video = saving.api.done(job)
-    assert video["resumed_from_step"] > 0
+    reader.join()
     assert video["attempt"] == 2
     assert saving.api.content(job) == expected
+
+    first = [one for one in told if one.name == "step" and one.data["attempt"] == 1]
+    again = [one for one in told if one.name == "step" and one.data["attempt"] == 2]
+    last, resumed = first[-1], video["resumed_from_step"]
+    # An interval, and a second for the checkpoint to be made and to get to its keeper; or half of the way, where a
+    # machine is so busy that this takes longer.
+    kept = [one.data["step"] for one in first if one.at < last.at - INTERVAL - 1.0]
+    assert min(kept[-1] if kept else 0, last.data["step"] // 2) <= resumed
+    assert again[0].data["step"] >= resumed
+
+    check_progress(told, first, again)
     start(saving, victim)
     saving.wait_ready()
 
