@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import os
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -11,6 +12,8 @@ from pathlib import Path
 import pytest
 
 import triptych
+from tests.e2e.harness import Api, Process, until
+from triptych.launch.ports import free_ports
 
 ROOT = Path(triptych.__file__).parent
 
@@ -125,25 +128,35 @@ def test_a_file_that_may_import_connections_must_not_unpickle_from_one() -> None
 
 
 DISARM = """
-import pickle, marshal, sys
+import pickle
 
 def refuse(*_args, **_kwargs):
     raise AssertionError("something was unpickled")
 
-for name in ("load", "loads", "Unpickler", "_Unpickler", "_load", "_loads"):
+class Refused:
+    def __init__(self, *_args, **_kwargs):
+        refuse()
+
+for name in ("load", "loads", "_load", "_loads"):
     setattr(pickle, name, refuse)
+pickle.Unpickler = pickle._Unpickler = Refused
+"""
+
+NOTE = """
+import os, pathlib
+pathlib.Path(__file__).with_name(f"disarmed-{os.getpid()}").touch()
 """
 
 ROUND = """
 import asyncio, pathlib, sys, tempfile, threading
-from triptych.bench.control import free_ports
 from triptych.bench.noop import NoopInstance
 from triptych.config import ServerConfig
 from triptych.ids import ROLES
+from triptych.launch.ports import free_ports
 from triptych.server.service import DiffusionService
 
 async def main(folder):
-    port = free_ports(8)
+    port, *_ = free_ports(8)
     service = DiffusionService(ServerConfig(port=port, scheduler_port=port + 1, output_dir=pathlib.Path(folder)))
     await service.start()
     instance = NoopInstance(server_addr=f"tcp://127.0.0.1:{port + 1}", work_url=f"tcp://127.0.0.1:{port + 6}",
@@ -168,3 +181,26 @@ def test_a_request_goes_from_door_to_file_with_unpickling_disarmed() -> None:
         [sys.executable, "-c", DISARM + ROUND], capture_output=True, text=True, timeout=120, check=False
     )
     assert done.stdout.strip() == "done", done.stderr[-3000:]
+
+
+def test_a_model_is_loaded_and_serves_in_real_processes_with_unpickling_disarmed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "sitecustomize.py").write_text(DISARM + NOTE)  # which Python runs at the start of each process
+    others = os.environ.get("PYTHONPATH")
+    monkeypatch.setenv("PYTHONPATH", os.pathsep.join([str(tmp_path), *([others] if others else [])]))
+    scheduler, *_ = free_ports(4)
+    (port,) = free_ports(1)
+    words = ["serve", "tiny", "--device", "cpu", "--port", str(port), "--scheduler-port", str(scheduler)]
+    process = Process("serve", words, tmp_path)
+    api = Api(f"http://127.0.0.1:{port}")
+    try:
+        until(lambda: api.ready() or process.status is not None, "the server being ready")
+        assert process.status is None, process.output()[-3000:]
+        assert api.make()
+        assert len(list(tmp_path.glob("disarmed-*"))) >= 2, "server and instance"
+        assert process.stop() == 0, process.output()[-3000:]
+        assert "unpickled" not in process.output()
+    finally:
+        api.close()
+        process.kill()
