@@ -194,7 +194,7 @@ def test_a_reader_that_does_not_read_misses_states_and_holds_no_memory(http: htt
             chunk = wire.recv(65536)
             assert chunk
             received += chunk
-    assert received.count(b"event: step") < 20_000
+    assert received.count(b"event: step") < 2000, "nine in ten are not told of"
 
 
 def test_the_events_of_nothing_are_not_found(http: httpx.Client) -> None:

@@ -259,6 +259,7 @@ def test_a_loop_over_chunks_stops_at_every_step(both: Callable[[str], Both]) -> 
     seen: list[tuple[int, int]] = []
     while run.advance() is None:
         seen.append((run.step, run.steps))
+        assert run.checkpoint() is None, "the state of a chunk crosses no cut: such a stage starts again"
     assert seen == [(1, 4), (2, 4), (3, 4)]
 
 

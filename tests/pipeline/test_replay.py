@@ -19,6 +19,7 @@ from triptych.config import ModelConfig
 from triptych.errors import ModelError, StageError
 from triptych.ids import ROLES, Role
 from triptych.pipeline.load import load_pipeline
+from triptych.pipeline.stage import Resumable
 
 from .classic_harness import REQUESTS, TOLERATED, Checkpoint, Trios, asked, denoised, whole
 from .harness import Inbox, Trio, finish
@@ -109,6 +110,16 @@ def test_a_vae_that_overflows_in_half_precision_is_cast_back_after_each_request(
 
 def received(inbox: Inbox, role: Role) -> list[torch.Tensor]:
     return [tensor for _, tensors in inbox[role] for tensor in tensors]
+
+
+@pytest.mark.parametrize("family", ["sdxl", "cogvideox_t2v"])
+def test_a_stage_that_is_interrupted_starts_again(trios: Trios, family: str) -> None:
+    """Where the pipeline's own call is between two steps cannot be kept."""
+    request, images = asked(REQUESTS[family], seed=7)
+    run = trios(family).start(Role.DENOISER, request, trios(family).encoded(request, images))
+    assert run.advance() is None
+    assert not isinstance(run, Resumable)
+    run.cancel()
 
 
 def test_only_what_the_pipeline_reads_crosses(trios: Trios) -> None:
