@@ -228,6 +228,10 @@ class Api:
         assert video["status"] == "completed", video["error"]
         return video
 
+    def delete(self, job: str) -> None:
+        """Stop the job if it lives, and have it forgotten."""
+        self._http.delete(f"/v1/videos/{job}").raise_for_status()
+
     def content(self, job: str) -> bytes:
         """The finished file."""
         return self._http.get(f"/v1/videos/{job}/content").raise_for_status().content

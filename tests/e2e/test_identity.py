@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import psutil
 import pytest
 import torch
 from diffusers import WanPipeline
@@ -56,11 +57,12 @@ def stock_frames(pipeline: Any, request: dict[str, Any]) -> np.ndarray[Any, np.d
 
 @pytest.fixture(scope="module")
 def monolithic(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Api]:
-    """`triptych serve MODEL`."""
+    """`triptych serve MODEL`, whose steps go to two requests in turn."""
     folder = tmp_path_factory.mktemp("monolithic")
     scheduler, *_ = free_ports(4)
     (port,) = free_ports(1)
     words = ["serve", "tiny", "--device", "cpu", "--port", str(port), "--scheduler-port", str(scheduler)]
+    words += ["--max-running-requests", "2"]
     process = Process("monolithic", words, folder)
     api = Api(f"http://127.0.0.1:{port}")
     until(lambda: api.ready() or process.status is not None, "the monolithic server being ready")
@@ -106,15 +108,27 @@ def test_three_processes_over_mooncake_give_stock_diffusers_bytes(
     check(over_mooncake.api, stock, "mooncake")
 
 
-def test_each_role_holds_less_than_the_whole(over_mooncake: Deployment) -> None:
-    """Roles load their own weights only; the figure that the server shows is what the operating system says."""
+def test_a_short_request_that_comes_after_a_long_one_ends_first(monolithic: Api, stock: list[bytes]) -> None:
+    long = monolithic.submit(num_inference_steps=100, size="128x128", num_frames=17)
+    until(lambda: (monolithic.job(long)["step"] or 0) > 1, "the long request being denoised")
+    short = monolithic.submit(**REQUESTS[0])
+    monolithic.done(short)
+    before = monolithic.job(long)
+    assert (before["status"], before["stage"]) == ("in_progress", "denoising_running")
+    assert monolithic.content(short) == stock[0]
+    until(lambda: monolithic.job(long)["step"] > before["step"], "the long request going on")
+    monolithic.delete(long)
 
-    def told() -> bool:
+
+def test_the_memory_of_each_role_is_what_the_operating_system_says(over_mooncake: Deployment) -> None:
+    def told() -> dict[str, int] | None:
         """Each instance tells with a heartbeat, the first of which may be still to come."""
-        found = {i["instance"].partition("-")[0]: i["resident_bytes"] for i in over_mooncake.api.info()["instances"]}
-        return set(found) == {"encoder", "denoiser", "decoder"} and all(found.values())
+        names = {instance: name for name, instance in over_mooncake.registered().items()}
+        found = {names[i["instance"]]: i["resident_bytes"] for i in over_mooncake.api.info()["instances"]}
+        return found if set(found) == set(over_mooncake.instances) and all(found.values()) else None
 
-    until(told, "the memory of each role")
+    for name, resident in until(told, "the memory of each role").items():
+        assert resident == pytest.approx(psutil.Process(over_mooncake.instances[name].pid).memory_info().rss, rel=0.5)
 
 
 def test_the_files_of_a_deployment_stay_in_its_output_folder(over_mooncake: Deployment, folder: Path) -> None:
