@@ -15,8 +15,21 @@ DOCUMENTS = sorted((ROOT / "docs").glob("*.md"))
 
 @pytest.mark.parametrize("document", DOCUMENTS, ids=lambda path: path.name)
 def test_every_test_that_a_document_names_exists(document: Path) -> None:
-    named = re.findall(r"`(tests/[\w/]+\.py)`", document.read_text())
-    assert [name for name in named if not (ROOT / name).is_file()] == []
+    named = re.findall(r"`(tests/[\w/]+\.py)(?:::(\w+))?`", document.read_text())
+    assert [name for name, test in named if not is_there(ROOT / name, test)] == []
+
+
+def is_there(file: Path, test: str) -> bool:
+    """Whether there is such a file, and such a test in it if one is named."""
+    return file.is_file() and (not test or re.search(rf"^(async )?def {test}\(", file.read_text(), re.M) is not None)
+
+
+def test_a_test_that_is_not_there_is_missed() -> None:
+    here = Path(__file__)
+    assert is_there(here, "")
+    assert is_there(here, "test_a_test_that_is_not_there_is_missed")
+    assert not is_there(here, "test_a_test")
+    assert not is_there(here.with_name("test_nothing.py"), "")
 
 
 @pytest.mark.parametrize("plot", PLOTS, ids=lambda plot: plot.file)
@@ -27,4 +40,4 @@ def test_each_plot_is_drawn_from_its_table_as_it_is_now(plot: Plot) -> None:
 
 
 def test_the_promises_name_their_tests() -> None:
-    assert len(re.findall(r"`tests/[\w/]+\.py`", (ROOT / "docs/reliability.md").read_text())) > 40
+    assert len(re.findall(r"`tests/[\w/]+\.py[`:]", (ROOT / "docs/reliability.md").read_text())) > 40
