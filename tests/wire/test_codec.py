@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from triptych.errors import WireError
 from triptych.ids import Epoch, InstanceId
 from triptych.wire.codec import decode_from_instance, decode_to_instance, encode_batch
-from triptych.wire.messages import ID_LENGTH, FromInstance, Goodbye, ToInstance, Unknown
+from triptych.wire.messages import ID_LENGTH, PROTOCOL_VERSION, FromInstance, Goodbye, ToInstance, Unknown
 
 quick = settings(max_examples=25, deadline=None, suppress_health_check=list(HealthCheck))
 
@@ -104,6 +104,15 @@ def test_a_truncated_frame_is_a_wire_error() -> None:
 def test_endless_nesting_is_a_wire_error() -> None:
     with pytest.raises(WireError):
         decode_to_instance(b"\x91" * 100_000)
+
+
+def test_an_instance_of_another_version_is_named_with_its_version() -> None:
+    """Its hello has other fields, so all that can be read is who it is."""
+    hello = {"type": "hello", "instance": "old-one", "protocol": 2, "text_bytes": 4096}
+    with pytest.raises(WireError, match="'old-one' speaks version 2 of the protocol"):
+        decode_from_instance(msgspec.msgpack.encode([hello]))
+    with pytest.raises(WireError, match="malformed"):
+        decode_from_instance(msgspec.msgpack.encode([hello | {"protocol": PROTOCOL_VERSION}]))
 
 
 def test_the_two_directions_do_not_mix() -> None:
