@@ -38,7 +38,7 @@ def decode_from_instance(frame: bytes) -> list[FromInstance]:
     try:
         return _from_instance.decode(frame)
     except (msgspec.MsgspecError, RecursionError) as error:
-        raise WireError(_other_version(frame) or f"malformed message from an instance: {error}") from error
+        raise WireError(f"{_other_version(frame)}malformed message from an instance: {error}") from error
 
 
 def _other_version(frame: bytes) -> str:
@@ -51,7 +51,7 @@ def _other_version(frame: bytes) -> str:
         if one.type == "hello" and one.protocol != PROTOCOL_VERSION:
             return (
                 f"{one.instance[:80]!r} speaks version {one.protocol} of the protocol, this server {PROTOCOL_VERSION}: "
-                "they must be of one release"
+                "they must be of one release: "
             )
     return ""
 
