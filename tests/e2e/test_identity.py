@@ -109,7 +109,7 @@ def test_three_processes_over_mooncake_give_stock_diffusers_bytes(
 
 
 def test_a_short_request_that_comes_after_a_long_one_ends_first(monolithic: Api, stock: list[bytes]) -> None:
-    long = monolithic.submit(num_inference_steps=100, size="128x128", num_frames=17)
+    long = monolithic.submit(num_inference_steps=100, size="192x192", num_frames=17)
     until(lambda: (monolithic.job(long)["step"] or 0) > 1, "the long request being denoised")
     short = monolithic.submit(**REQUESTS[0])
     monolithic.done(short)
