@@ -11,7 +11,7 @@ import msgspec
 import pytest
 import zmq
 
-from tests.e2e.harness import DEATH_SECONDS, ROLES, SILENCE_SECONDS, Deployment, instances_of, until
+from tests.e2e.harness import DEATH_SECONDS, ROLES, SILENCE_SECONDS, SURELY_HEARD, Deployment, instances_of, until
 
 STAGES = {"encoder": "encoder", "denoiser": "denoising", "decoder": "decoder"}
 """Role to the first word of the states that a request is in at that role."""
@@ -30,12 +30,14 @@ EVIL_FRAMES: tuple[list[bytes], ...] = (
 )
 
 
-def jobs_with_frozen(pool: Deployment, role: str) -> list[str]:
+def jobs_with_frozen(pool: Deployment, role: str) -> tuple[list[str], float]:
     """Two jobs that are with the instances of a role, which are all frozen, so that the jobs are still there when one
-    dies. On a slow machine the jobs may take longer to get there than the server bears the silence: then once more."""
+    dies. On a slow machine the jobs may take longer to get there than the server bears the silence: then once more.
+    With the time at which they were frozen."""
     mine = [name for name in pool.instances if name.startswith(role)]
     ids = pool.registered()
     for _ in range(5):
+        frozen = time.monotonic()
         for name in mine:
             pool.instances[name].signal(signal.SIGSTOP)
         jobs = [pool.api.submit(seed=seed) for seed in (1, 2)]
@@ -44,7 +46,7 @@ def jobs_with_frozen(pool: Deployment, role: str) -> list[str]:
             f"the requests being with the {role}s",
         )
         if all(pool.registered().get(name) == ids[name] for name in mine):
-            return jobs
+            return jobs, frozen
         for name in mine:
             pool.instances[name].signal(signal.SIGCONT)
         for job in jobs:
@@ -59,7 +61,7 @@ def test_work_of_a_killed_instance_is_done_by_another(pool: Deployment, role: st
     expected = [pool.api.make(seed=seed) for seed in (1, 2)]
     victim, *others = [name for name in pool.instances if name.startswith(role)]
     ids = pool.registered()
-    jobs = jobs_with_frozen(pool, role)
+    jobs, frozen = jobs_with_frozen(pool, role)
     assert pool.server is not None
     told = len(pool.server.output())
     struck = time.monotonic()
@@ -67,12 +69,14 @@ def test_work_of_a_killed_instance_is_done_by_another(pool: Deployment, role: st
     for name in others:
         pool.instances[name].signal(signal.SIGCONT)
     pool.missed(ids[victim], struck, DEATH_SECONDS)
+    took = time.monotonic() - frozen
     videos = [pool.api.done(job) for job in jobs]
     assert [pool.api.content(job) for job in jobs] == expected
     assert all(ids[victim] not in instances_of(video, role) for video in videos)
-    lines = pool.server.output()[told:].splitlines()
-    found = [line for line in lines if "instance_lost" in line and ids[victim] in line]
-    assert "nobody listens at" in found[0]  # not by its silence, which takes seconds
+    if took < SURELY_HEARD:
+        lines = pool.server.output()[told:].splitlines()
+        found = [line for line in lines if "instance_lost" in line and ids[victim] in line]
+        assert "nobody listens at" in found[0]  # not by its silence, which takes seconds
     pool.start(victim)
     pool.wait_ready()
 
@@ -143,13 +147,15 @@ def test_without_another_instance_the_request_fails_in_time_and_names_the_role(
     impatient: Deployment, role: str
 ) -> None:
     name = f"{role}-0"
+    frozen = time.monotonic()
     impatient.instances[name].signal(signal.SIGSTOP)
     job = impatient.api.submit()
     until(lambda: impatient.api.job(job)["stage"].startswith(STAGES[role]), f"the request being with the {role}")
     with impatient.api.healthy():
         struck = time.monotonic()
         impatient.instances.pop(name).kill()
-        assert "process exited" in impatient.unready(role, struck, DEATH_SECONDS)
+        reasons = impatient.unready(role, struck, DEATH_SECONDS)
+        assert "process exited" in reasons or time.monotonic() - frozen > SURELY_HEARD
         video = impatient.api.ended(job, seconds=30)
     assert video["status"] == "failed"
     assert role in video["error"]["message"]
