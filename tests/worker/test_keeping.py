@@ -9,6 +9,7 @@ from queue import SimpleQueue
 import pytest
 import torch
 
+from tests.worker.conftest import IDENTITY, MIB
 from triptych.core.instance_events import CopyKept
 from triptych.errors import TransferError
 from triptych.ids import Epoch, InstanceId, RequestId
@@ -16,25 +17,10 @@ from triptych.transport.data import local
 from triptych.transport.data.local import LocalPlane
 from triptych.transport.data.protocol import Payload, Pull
 from triptych.wire.manifest import Manifest
-from triptych.worker.jobs import Identity, KeepJob, Post
+from triptych.worker.jobs import KeepJob, Post
 from triptych.worker.keeping import KeepThread
 
-IDENTITY = Identity(instance=InstanceId("i"), epoch=Epoch("e"))
-MIB = 1 << 20
 WAIT = 10.0
-
-
-@pytest.fixture
-def plane() -> Iterator[LocalPlane]:
-    plane = LocalPlane(instance=IDENTITY.instance, epoch=IDENTITY.epoch, pool_bytes=4 * MIB)
-    yield plane
-    plane.check_integrity()
-    plane.close()
-
-
-@pytest.fixture
-def posts() -> SimpleQueue[Post]:
-    return SimpleQueue()
 
 
 @pytest.fixture

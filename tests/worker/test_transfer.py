@@ -8,33 +8,19 @@ from queue import Empty, SimpleQueue
 import pytest
 import torch
 
+from tests.worker.conftest import IDENTITY, MIB
 from triptych.core.instance_events import CheckpointMade, Ended, PullFailed
-from triptych.ids import CopyId, Epoch, InstanceId, RequestId, Role
+from triptych.ids import CopyId, RequestId, Role
 from triptych.pipeline.stage import StageOutput
 from triptych.transport.data import local
 from triptych.transport.data.local import LocalPlane
 from triptych.transport.data.protocol import Payload
 from triptych.wire.messages import Lease, Staged, StageFailed, Stopped
 from triptych.worker import transfer
-from triptych.worker.jobs import CheckpointJob, Close, Identity, InputsReady, Post, PullJob, StageJob, Ticket
+from triptych.worker.jobs import CheckpointJob, Close, InputsReady, Post, PullJob, StageJob, Ticket
 from triptych.worker.transfer import PullThread, StageThread
 
-IDENTITY = Identity(instance=InstanceId("i"), epoch=Epoch("e"))
-MIB = 1 << 20
 WAIT = 10.0
-
-
-@pytest.fixture
-def plane() -> Iterator[LocalPlane]:
-    plane = LocalPlane(instance=IDENTITY.instance, epoch=IDENTITY.epoch, pool_bytes=4 * MIB)
-    yield plane
-    plane.check_integrity()
-    plane.close()
-
-
-@pytest.fixture
-def posts() -> SimpleQueue[Post]:
-    return SimpleQueue()
 
 
 @pytest.fixture
