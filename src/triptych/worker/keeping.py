@@ -9,27 +9,24 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Collection
 
-import torch
-
 from triptych.core.instance_events import CopyKept
 from triptych.ids import CopyId
 from triptych.transport.data.protocol import DataPlane
 from triptych.wire.manifest import Manifest
+from triptych.worker.copying import CopyingThread
 from triptych.worker.failure import given_up
 from triptych.worker.jobs import KeepJob, Post
-from triptych.worker.threads import WorkerThread
-from triptych.worker.transfer import pull_deadline, side_stream
+from triptych.worker.transfer import pull_deadline
 
 log = logging.getLogger(__name__)
 
 
-class KeepThread(WorkerThread[KeepJob]):
+class KeepThread(CopyingThread[KeepJob]):
     """Pulls copies and stages them anew, one at a time."""
 
     def __init__(self, *, plane: DataPlane, device: str, post: Callable[[Post], None]) -> None:
         super().__init__("keep", post, device)
         self._plane = plane
-        self._wait_for_copies: Callable[[], None] = lambda: None
         self._wanted: set[KeepJob] = set()
         """What is not done with; entered by control and struck out by this thread."""
 
@@ -49,12 +46,6 @@ class KeepThread(WorkerThread[KeepJob]):
         for job in tuple(self._wanted):
             job.cancelled.set()
         super().close()
-
-    def work(self) -> None:
-        """Jobs one after the other, all on this thread's stream."""
-        torch.set_grad_enabled(False)
-        with side_stream(self._device) as self._wait_for_copies:
-            super().work()
 
     def handle(self, job: KeepJob) -> None:
         """Keep one copy. A failure is only logged: the copy stays where it was, or is made anew."""

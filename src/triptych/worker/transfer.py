@@ -7,15 +7,12 @@ announced may be read, and what was read may be freed, from any other stream.
 
 from __future__ import annotations
 
-import contextlib
 import logging
 import threading
 import time
-from collections.abc import Callable, Generator, Sequence
+from collections.abc import Callable, Sequence
 from queue import SimpleQueue
 from typing import Final
-
-import torch
 
 from triptych.accel.shortage import is_out_of_memory
 from triptych.core.instance_events import CheckpointMade, Ended, Pulled, PullFailed
@@ -24,6 +21,7 @@ from triptych.ids import CopyId
 from triptych.transport.data.protocol import DataPlane, Payload
 from triptych.wire.manifest import Manifest
 from triptych.wire.messages import Output, Staged, replace
+from triptych.worker.copying import CopyingThread
 from triptych.worker.failure import error_info, failed, given_up, stopped
 from triptych.worker.jobs import (
     CheckpointJob,
@@ -34,7 +32,6 @@ from triptych.worker.jobs import (
     PullJob,
     StageJob,
 )
-from triptych.worker.threads import WorkerThread
 
 _PULL_SECONDS: Final = 10.0
 _PULL_BYTES_PER_SECOND: Final = 10e6
@@ -48,18 +45,7 @@ log = logging.getLogger(__name__)
 _CANCEL_CHECK_SECONDS: Final = 0.05
 
 
-@contextlib.contextmanager
-def side_stream(device: torch.device) -> Generator[Callable[[], None]]:
-    """Copies of this thread run on a stream of their own within; gives what waits for them. On the CPU nothing."""
-    if device.type != "cuda":
-        yield lambda: None
-        return
-    stream = torch.cuda.Stream(device)
-    with torch.cuda.stream(stream):
-        yield stream.synchronize
-
-
-class PullThread(WorkerThread[PullJob]):
+class PullThread(CopyingThread[PullJob]):
     """Pulls the inputs of leases while the compute thread works on others.
 
     Several may share one ``jobs`` queue.
@@ -79,13 +65,6 @@ class PullThread(WorkerThread[PullJob]):
         self._jobs = jobs
         self._plane = plane
         self._identity = identity
-        self._wait_for_copies: Callable[[], None] = lambda: None
-
-    def work(self) -> None:
-        """Jobs one after the other, all on this thread's stream."""
-        torch.set_grad_enabled(False)
-        with side_stream(self._device) as self._wait_for_copies:
-            super().work()
 
     def handle(self, job: PullJob) -> None:
         """Pull every input, or post which one failed. Cancelled: what is pulled is let go."""
@@ -129,7 +108,7 @@ def pull_deadline(manifest: Manifest) -> float:
     return time.monotonic() + _PULL_SECONDS + manifest.nbytes / _PULL_BYTES_PER_SECOND
 
 
-class StageThread(WorkerThread[StageJob | CheckpointJob]):
+class StageThread(CopyingThread[StageJob | CheckpointJob]):
     """Puts finished outputs and checkpoints into the pool.
 
     On a GPU it copies on a stream of its own, beside the next computation.
@@ -140,17 +119,10 @@ class StageThread(WorkerThread[StageJob | CheckpointJob]):
         self._plane = plane
         self._identity = identity
         self._room = threading.Event()
-        self._wait_for_copies: Callable[[], None] = lambda: None
 
     def room_made(self) -> None:
         """Copies were released: what waits for room tries again."""
         self._room.set()
-
-    def work(self) -> None:
-        """Jobs one after the other, all on this thread's stream."""
-        torch.set_grad_enabled(False)
-        with side_stream(self._device) as self._wait_for_copies:
-            super().work()
 
     def handle(self, job: StageJob | CheckpointJob) -> None:
         """Stage what the job holds."""
