@@ -54,9 +54,7 @@ def main(folder: str) -> int:
 
         for seconds in (1.0, 5.0):
             for state in ("denoising_running", "decoder"):
-                denoiser = far.registered()["denoiser-0"]
-                job = _cut_in(far, link, state)
-                struck = time.monotonic()
+                job, denoiser, struck = _cut_in(far, link, state)
                 if seconds > LEASE:
                     with far.api.healthy():
                         far.missed(denoiser, struck, SILENCE_SECONDS)
@@ -74,17 +72,20 @@ def main(folder: str) -> int:
     return 0
 
 
-def _cut_in(far: Far, link: Link, state: str) -> str:
-    """Cut the link while a request is in a state; the request. One that was further when the cut came is left to end,
-    and another one submitted."""
+def _cut_in(far: Far, link: Link, state: str) -> tuple[str, str, float]:
+    """Cut the link while a request is in a state; the request, the denoiser that is cut off, and when. One that was
+    further when the cut came is left to end, and another one submitted; so is one whose denoiser was just given up
+    for an earlier silence, since that is a fault of its own."""
     for _ in range(TRIES):
         job = far.api.submit(**REQUEST)
         reached = until(lambda job=job: _reached(far, job, state), f"the request being in {state}", every=0.002)
         if reached.startswith(state):
             link.weather = Weather(cut=True)
+            struck = time.monotonic()
             time.sleep(0.1)  # not for readiness: words that had come through before the cut
-            if far.api.job(job)["stage"].startswith(state):
-                return job
+            denoiser = far.registered().get("denoiser-0")
+            if denoiser is not None and far.api.job(job)["stage"].startswith(state):
+                return job, denoiser, struck
             link.weather = Weather()
         far.api.done(job)
     raise AssertionError(f"no request was cut off in {state}")
