@@ -6,6 +6,9 @@ import msgspec
 
 from triptych.ids import CopyId, Epoch, InstanceId, RequestId
 
+PIECE_BYTES = 512 << 10
+"""Bytes of a copy that are digested apart: two such pieces, source and target, lie in a core's own cache."""
+
 
 class TensorEntry(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
     """One tensor inside a copy, stored contiguously in C order."""
@@ -44,7 +47,8 @@ class Manifest(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     nbytes: int
     """Bytes of all tensors with their padding; 0 when the output is plain values only."""
     checksum: int
-    """xxh3-64 over ``nbytes`` bytes of the copy; 0 when it never leaves the process."""
+    """xxh3-64 over the xxh3-64 digests, 8 bytes in big-endian order each, of the pieces of `PIECE_BYTES` that the
+    ``nbytes`` bytes of the copy fall into, of which the last may be shorter; 0 when it never leaves the process."""
     tensors: tuple[TensorEntry, ...]
     tree: bytes
     """The state dictionary as a value tree in MessagePack (`triptych.wire.values`)."""

@@ -17,7 +17,7 @@ from triptych.wire.schema import RequestSchema
 
 MAX_PREVIEW_BYTES = 32 << 10
 
-PROTOCOL_VERSION = 3
+PROTOCOL_VERSION = 4
 
 ID_LENGTH = 256
 """Characters of the longest id. Ids of strangers are echoed in answers, which wait for whoever does not read them."""

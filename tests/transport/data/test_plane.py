@@ -173,6 +173,16 @@ def test_a_pull_for_which_there_is_no_memory_says_so_and_nothing_of_the_copy(
     assert pull(plane, there).nbytes == there.nbytes
 
 
+@pytest.mark.parametrize("kind", ["auto", "shm"])
+def test_a_closed_plane_leaves_no_thread_of_large_copies(pull: Puller, kind: str) -> None:
+    before = set(threading.enumerate())
+    config = TransferConfig(kind=kind, pool_bytes=16 * MIB)  # type: ignore[arg-type]
+    plane = open_plane(config, InstanceId("i"), Epoch("e"), "cpu")
+    assert pull(plane, plane.stage(R, zeros(15 * MIB))).payload.tensors[0].count_nonzero() == 0
+    plane.close()
+    assert set(threading.enumerate()) <= before
+
+
 def test_memory_that_cannot_be_had_is_a_config_error() -> None:
     with pytest.raises(ConfigError, match="disagg-transfer-pool-size"):
         open_plane(TransferConfig(kind="shm", pool_bytes=1 << 60), InstanceId("i"), Epoch("e"), "cpu")

@@ -85,6 +85,20 @@ def test_a_copy_that_was_overwritten_meanwhile_fails_its_checksum(
         pull(plane, manifest)
 
 
+@pytest.mark.parametrize("place", [0, 2 * MIB, 4 * MIB - 1])
+def test_a_byte_that_was_changed_meanwhile_fails_the_checksum(open_here: Open, pull: Puller, place: int) -> None:
+    plane = open_here("shm")
+    manifest = plane.stage(RequestId("r"), Payload(tree=b"", tensors=(torch.zeros(4 * MIB, dtype=torch.uint8),)))
+    (locator,) = manifest.locators
+    pull(plane, manifest)
+    pid, fd, _ = locator.address.split(":")
+    with Path(f"/proc/{pid}/fd/{fd}").open("r+b", buffering=0) as pool:
+        pool.seek(locator.offset + place)
+        pool.write(b"\1")
+    with pytest.raises(TransferError, match="the checksum is wrong"):
+        pull(plane, manifest)
+
+
 @pytest.mark.parametrize(
     "fields",
     [

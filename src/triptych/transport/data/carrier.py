@@ -5,13 +5,12 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Protocol, TypeAlias
 
-import torch
-
 from triptych.errors import TransferError
+from triptych.transport.data.pieces import Intake
 from triptych.wire.manifest import Locator, Manifest
 
-Allocate: TypeAlias = Callable[[int], torch.Tensor]
-"""New memory that the payload will own: uint8 [n] on the CPU."""
+Allocate: TypeAlias = Callable[[int], Intake]
+"""Makes memory for that many bytes, which the payload will own."""
 
 
 class Carrier(Protocol):
@@ -35,7 +34,7 @@ class Carrier(Protocol):
         *,
         deadline: float,
         cancelled: Callable[[], bool],
-    ) -> torch.Tensor:
+    ) -> Intake:
         """The ``manifest.nbytes`` (more than 0) bytes of the copy, in memory from ``allocate``, not yet verified.
 
         Raises `TransferError`.

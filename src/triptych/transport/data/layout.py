@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 import torch
-import xxhash
 
 from triptych.errors import TransferError
 from triptych.transport.data.pool import align
@@ -99,8 +98,3 @@ def read(entries: Sequence[TensorEntry], data: torch.Tensor) -> tuple[torch.Tens
         data[entry.offset : entry.offset + entry.nbytes].view(DTYPES[entry.dtype]).view(entry.shape)
         for entry in entries
     )
-
-
-def checksum(data: torch.Tensor) -> int:
-    """xxh3-64 of ``data``, uint8 [n] on the CPU."""
-    return xxhash.xxh3_64_intdigest(data.numpy().data)

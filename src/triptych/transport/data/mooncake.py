@@ -14,11 +14,10 @@ from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
 
-import torch
-
 from triptych.errors import PoolFull, TransferError
 from triptych.transport.data.carrier import Allocate, within_pool
 from triptych.transport.data.engine import Engine, Outcome, Transfer
+from triptych.transport.data.pieces import Intake
 from triptych.transport.data.pool import ALIGNMENT, Block, Pool
 from triptych.transport.data.settings import EngineSettings
 from triptych.transport.data.shm import Segment
@@ -39,7 +38,6 @@ def reserve_bytes(pool_bytes: int) -> int:
 
 @dataclass(eq=False, slots=True)
 class _Chunk:
-    start: int
     block: Block
     transfer: Transfer
     retried: bool = False
@@ -80,8 +78,8 @@ class MooncakeCarrier:
         *,
         deadline: float,
         cancelled: Callable[[], bool],
-    ) -> torch.Tensor:
-        """The bytes of a copy, uint8 [nbytes].
+    ) -> Intake:
+        """The bytes of a copy, each chunk digested as it is copied out.
 
         Raises `TransferError`; when a transfer still goes on then, its destination is held back and ``drained`` false.
         """
@@ -98,10 +96,10 @@ class MooncakeCarrier:
                     block = self._room(size, bool(chunks), what, deadline, cancelled)
                     if block is not None:
                         remote = base + locator.offset + position
-                        chunks.append(self._start(session, remote, position, size, block))
+                        chunks.append(_Chunk(block, self._read(session, remote, size, block)))
                         position += size
                         continue
-                chunk = chunks[0]
+                chunk = chunks[0]  # they are taken in their order
                 try:
                     self._engine.wait(chunk.transfer, deadline=deadline, cancelled=cancelled, what=what)
                 except TransferError:
@@ -109,16 +107,13 @@ class MooncakeCarrier:
                         raise
                     continue
                 memory = self._segment.memory[chunk.block.offset : chunk.block.offset + chunk.transfer.nbytes]
-                out[chunk.start : chunk.start + chunk.transfer.nbytes].copy_(memory)
+                out.append(memory.numpy())
                 chunks.popleft()
                 with self._lock:
                     self._pool.free(chunk.block)
         except TransferError as error:
             raise TransferError(error.message, drained=self._abandon(chunks)) from error
         return out
-
-    def _start(self, session: str, remote: int, start: int, size: int, block: Block) -> _Chunk:
-        return _Chunk(start, block, self._read(session, remote, size, block))
 
     def _retry(self, chunk: _Chunk) -> bool:
         """Begin a chunk anew whose transfer failed and is over, once.

@@ -18,6 +18,7 @@ from triptych.transport.data import engine, layout
 from triptych.transport.data.carrier import Allocate, Carrier, within_pool
 from triptych.transport.data.local import LocalPlane
 from triptych.transport.data.mooncake import MooncakeCarrier, reserve_bytes
+from triptych.transport.data.pieces import MOST_THREADS, Hands, Intake, checksum
 from triptych.transport.data.pool import Pool
 from triptych.transport.data.protocol import DataPlane, Payload, PoolFigures, Pull
 from triptych.transport.data.settings import EngineSettings, engine_settings
@@ -93,8 +94,8 @@ class OwnCarrier:
         *,
         deadline: float,
         cancelled: Callable[[], bool],
-    ) -> torch.Tensor:
-        """The bytes of our own copy, uint8 [nbytes], pinned while it is read."""
+    ) -> Intake:
+        """The bytes of our own copy, pinned while it is read."""
         with self._lock:
             block = self._pool.pin(manifest.copy)
         if block is None:
@@ -104,7 +105,7 @@ class OwnCarrier:
             if block.offset != locator.offset or block.size < manifest.nbytes:
                 raise TransferError(f"local: copy {manifest.copy} is not where its manifest says")
             out = allocate(manifest.nbytes)
-            out.copy_(self._segment.memory[block.offset : block.offset + manifest.nbytes])
+            out.append(self._segment.memory[block.offset : block.offset + manifest.nbytes].numpy())
             return out
         finally:
             with self._lock:
@@ -129,6 +130,7 @@ class PooledPlane:
         self._manifests: dict[CopyId, Manifest] = {}
         self._numbers = itertools.count()
         self._closed = False
+        self._hands = Hands(min(MOST_THREADS, len(os.sched_getaffinity(0))))
         between_hosts = _settings_between_hosts(config)
         self._segment = Segment(config.pool_bytes)
         self._pool = Pool(config.pool_bytes, reserve_bytes(config.pool_bytes) if between_hosts else 0)
@@ -172,7 +174,7 @@ class PooledPlane:
                 producer=self._instance,
                 epoch=self._epoch,
                 nbytes=nbytes,
-                checksum=layout.checksum(memory),
+                checksum=checksum(memory.numpy(), self._hands),
                 tensors=entries,
                 tree=payload.tree,
                 locators=tuple(carrier.locator(block.offset) for carrier in self._carriers),
@@ -201,12 +203,12 @@ class PooledPlane:
         if started >= deadline:
             raise TransferError(f"{what}: the deadline passed before the pull began")
         if manifest.nbytes:
-            data = carrier.fetch(manifest, locator, self._allocate, deadline=deadline, cancelled=cancelled)
+            got = carrier.fetch(manifest, locator, self._allocate, deadline=deadline, cancelled=cancelled)
         else:
-            data = self._allocate(0)
-        if layout.checksum(data) != manifest.checksum:
+            got = self._allocate(0)
+        if got.checksum() != manifest.checksum:
             raise TransferError(f"{what}: the checksum is wrong: it was overwritten or damaged on the way")
-        payload = Payload(tree=manifest.tree, tensors=layout.read(manifest.tensors, data))
+        payload = Payload(tree=manifest.tree, tensors=layout.read(manifest.tensors, got.memory))
         return Pull(payload=payload, plane=carrier.plane, nbytes=manifest.nbytes, seconds=time.monotonic() - started)
 
     def _choose(self, manifest: Manifest) -> tuple[Carrier, Locator]:
@@ -220,11 +222,12 @@ class PooledPlane:
             f"{', '.join(self.planes)}; planes other than mooncake need one host"
         )
 
-    def _allocate(self, nbytes: int) -> torch.Tensor:
+    def _allocate(self, nbytes: int) -> Intake:
         try:
-            return torch.empty(nbytes, dtype=torch.uint8, pin_memory=self._gpu is not None)
+            memory = torch.empty(nbytes, dtype=torch.uint8, pin_memory=self._gpu is not None)
         except RuntimeError as error:  # of the allocator, or of CUDA where the memory is pinned
             raise MemoryError(f"no memory for a handoff of {nbytes} bytes: {error}") from error
+        return Intake(memory, self._hands)
 
     # -- books -------------------------------------------------------------------------------------------------
 
@@ -276,6 +279,7 @@ class PooledPlane:
         self._closed = True
         for carrier in self._carriers:
             carrier.close()
+        self._hands.close()
         if self._registered:
             with torch.cuda.device(self._gpu):
                 torch.cuda.cudart().cudaHostUnregister(self._segment.memory.data_ptr())  # type: ignore[union-attr]

@@ -16,20 +16,18 @@ from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
-import numpy.typing as npt
 import psutil
 import torch
 
 from triptych.errors import ConfigError, TransferError
 from triptych.transport.data.carrier import Allocate, within_pool
+from triptych.transport.data.pieces import Bytes, Intake
 from triptych.transport.data.segments import PREFIX
 from triptych.transport.host import host_id
 from triptych.wire.manifest import Locator, Manifest
 
 _SEALS = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL
 _MAPPINGS = 64
-
-Bytes = npt.NDArray[np.uint8]
 
 
 def _link(token: str) -> str:
@@ -98,8 +96,8 @@ class ShmCarrier:
         *,
         deadline: float,
         cancelled: Callable[[], bool],
-    ) -> torch.Tensor:
-        """The bytes of a copy, uint8 [nbytes]: one copy in memory, so it is over before any deadline matters.
+    ) -> Intake:
+        """The bytes of a copy: one pass in memory, so it is over before any deadline matters.
 
         Raises `TransferError` when the sender is gone or the copy would lie outside its pool.
         """
@@ -107,7 +105,7 @@ class ShmCarrier:
             memory = self._mapping(manifest, locator)
         within_pool(manifest, locator, memory.nbytes)
         out = allocate(manifest.nbytes)
-        np.copyto(out.numpy(), memory[locator.offset : locator.offset + manifest.nbytes])
+        out.append(memory[locator.offset : locator.offset + manifest.nbytes])
         return out
 
     def _mapping(self, manifest: Manifest, locator: Locator) -> Bytes:
