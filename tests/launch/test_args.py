@@ -57,6 +57,7 @@ def test_the_output_folder_takes_effect(tmp_path: Path) -> None:
         ("disagg_p2p_hostname", "localhost", lambda c: c.transfer.hostname),
         ("disagg_ib_device", "mlx5_0", lambda c: c.transfer.ib_device),
         ("disagg_transfer_pool_size", 1 << 30, lambda c: c.transfer.pool_bytes),
+        ("disagg_transfer_gpu_pool_size", 1 << 27, lambda c: c.transfer.gpu_pool_bytes),
         ("disagg_transfer", "mooncake", lambda c: c.transfer.kind),
         ("slots", 4, lambda c: c.slots),
         ("insecure", True, lambda c: c.insecure),

@@ -40,6 +40,8 @@ from triptych.wire.manifest import Manifest
 
 SIZES = (64 << 10, 1 * MIB, 4 * MIB, 16 * MIB, 64 * MIB)
 PLANES: tuple[TransferKind, ...] = ("local", "shm", "mooncake")
+ON_GPUS: tuple[TransferKind, ...] = ("cuda-ipc",)
+"""Planes between GPUs only, measured where they are asked for."""
 MEMCPY = "memory copy"
 TCP = "raw TCP"
 COPIES = "two copies"
@@ -117,16 +119,19 @@ def run_transfer_bench(
     *,
     rounds: int = 50,
     device: str | None = None,
+    sender: str | None = None,
 ) -> list[Row]:
     """Measure every plane at every size, ``rounds`` times each; rows by size, the yardsticks first.
 
-    With a ``device`` handoffs are whole ones between tensors there, and the yardstick is one copy to page-locked memory
-    and one back.
+    With a ``device`` handoffs are whole ones to tensors there, from tensors on device ``sender`` (default: the same),
+    and the yardstick is one copy to page-locked memory and one back.
 
     Raises `ConfigError` for a plane that this machine cannot have or a size that is not positive.
     """
     if not sizes or min(sizes) <= 0 or rounds <= 0:
         raise ConfigError(f"sizes={list(sizes)}, rounds={rounds}: must be greater than 0")
+    if sender is not None and device is None:
+        raise ConfigError(f"sender={sender!r}: needs a device to which handoffs go")
     if device is not None and device.startswith("cuda") and not torch.cuda.is_available():
         raise ConfigError(f"device={device!r}: this machine has no CUDA GPU")
     with contextlib.ExitStack() as stack:
@@ -136,7 +141,9 @@ def run_transfer_bench(
         else:
             ways[COPIES] = functools.partial(_copies, device)
         for kind in planes:
-            ways[kind] = stack.enter_context(_plane(kind, max(_POOL_BYTES, 4 * max(sizes)), device))
+            ways[kind] = stack.enter_context(
+                _plane(kind, max(_POOL_BYTES, 4 * max(sizes)), device, sender or device or "cpu")
+            )
         return [row for nbytes in sizes for row in _measure(ways, nbytes, rounds)]
 
 
@@ -216,12 +223,13 @@ def _raw_tcp() -> Generator[Way]:
 
 
 @contextlib.contextmanager
-def _plane(kind: TransferKind, pool_bytes: int, device: str | None) -> Generator[Way]:
+def _plane(kind: TransferKind, pool_bytes: int, device: str | None, sender: str) -> Generator[Way]:
     epoch = Epoch(secrets.token_hex(8))
     # Only Mooncake receives into its pool; the others need none here, but a local handoff is staged in ours.
-    config = TransferConfig(kind=kind, pool_bytes=MIB if kind == "shm" else pool_bytes)
+    own_bytes = MIB if kind in ("shm", "cuda-ipc") else pool_bytes
+    config = TransferConfig(kind=kind, pool_bytes=own_bytes, gpu_pool_bytes=MIB if kind == "cuda-ipc" else 0)
     plane = open_plane(config, InstanceId("bench-receiver"), epoch, device or "cpu")
-    peer = None if kind == "local" else Peer(kind, pool_bytes, device or "cpu")
+    peer = None if kind == "local" else Peer(kind, pool_bytes, sender)
 
     def way(nbytes: int) -> Move:
         own = torch.ones(nbytes if peer is None else 0, dtype=torch.uint8, device=device or "cpu")
@@ -299,14 +307,15 @@ def show(rows: Sequence[Row], console: Console) -> None:
 def main(arguments: Sequence[str]) -> int:
     """``triptych bench transfer``: measure and print; returns the exit status."""
     parser = argparse.ArgumentParser(prog="triptych bench transfer", description=__doc__)
-    parser.add_argument("--planes", nargs="+", choices=PLANES, default=list(PLANES), help="planes to measure")
+    parser.add_argument("--planes", nargs="+", choices=PLANES + ON_GPUS, default=list(PLANES), help="planes to measure")
     parser.add_argument("--sizes", nargs="+", type=int, default=list(SIZES), metavar="BYTES", help="sizes to move")
     parser.add_argument("--rounds", type=int, default=50, help="pulls of each size by each plane")
-    parser.add_argument(
-        "--device", help="whole handoffs between tensors there, e.g. cuda (default: pulls in host memory)"
-    )
+    parser.add_argument("--device", help="whole handoffs to tensors there, e.g. cuda (default: pulls in host memory)")
+    parser.add_argument("--sender", metavar="DEVICE", help="where they come from, e.g. cuda:1 (default: as --device)")
     options = parser.parse_args(arguments)
-    rows = run_transfer_bench(options.sizes, options.planes, rounds=options.rounds, device=options.device)
+    rows = run_transfer_bench(
+        options.sizes, options.planes, rounds=options.rounds, device=options.device, sender=options.sender
+    )
     show(rows, Console())
     if "mooncake" in options.planes:
         sys.stdout.flush()

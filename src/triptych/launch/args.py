@@ -66,6 +66,7 @@ class ServerArgs:
     disagg_p2p_hostname: str = "127.0.0.1"
     disagg_ib_device: str | None = None
     disagg_transfer_pool_size: int = 256 * MIB
+    disagg_transfer_gpu_pool_size: int = 0
     disagg_transfer: TransferKind = "auto"
     task: Task | None = None
     component: dict[str, str] = field(default_factory=dict[str, str])
@@ -225,6 +226,7 @@ class ServerArgs:
                 hostname=self.disagg_p2p_hostname,
                 ib_device=self.disagg_ib_device,
                 pool_bytes=self.disagg_transfer_pool_size,
+                gpu_pool_bytes=self.disagg_transfer_gpu_pool_size,
             ),
             model=ModelConfig(
                 path=self.model_path,

@@ -188,12 +188,20 @@ OPTIONS: tuple[Option, ...] = (
         "disagg_transfer_pool_size", read_size, 256 * MIB, COMPUTE, "SIZE", "memory for tensors on their way: 256MiB"
     ),
     _option(
+        "disagg_transfer_gpu_pool_size",
+        read_size,
+        0,
+        COMPUTE,
+        "SIZE",
+        "memory of each role's GPU from which those of the same host copy tensors on their way; 0: by host memory",
+    ),
+    _option(
         "disagg_transfer",
-        one_of("auto", "local", "shm", "mooncake"),
+        one_of("auto", "local", "shm", "cuda-ipc", "mooncake"),
         "auto",
         INSTANCE,
         "PLANE",
-        "auto, local, shm or mooncake: how tensors travel",
+        "auto, local, shm, cuda-ipc or mooncake: how tensors travel",
     ),
     _option(
         "task",

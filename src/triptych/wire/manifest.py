@@ -34,6 +34,9 @@ class Locator(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
     """Where the copy starts in that address space: bytes into the segment, or a remote address."""
     pool_bytes: int
     """Size of the pool; a receiver refuses a copy that would lie outside it."""
+    checksum: int = 0
+    """Of planes that have a checksum of their own, ``cuda-ipc``: the sum of the copy's 64-bit words, each times an odd
+    number of its own, as a signed number of 64 bits."""
 
 
 class Manifest(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):

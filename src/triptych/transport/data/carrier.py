@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Protocol, TypeAlias
 
+import torch
+
 from triptych.errors import TransferError
 from triptych.transport.data.pieces import Intake
 from triptych.wire.manifest import Locator, Manifest
@@ -14,13 +16,9 @@ Allocate: TypeAlias = Callable[[int], Intake]
 
 
 class Carrier(Protocol):
-    """One plane of a pooled data plane: how peers find our copies, and how we get at theirs. Thread-safe."""
+    """One plane of a pooled data plane: how we get at the copies of peers. Thread-safe."""
 
     plane: str
-
-    def locator(self, offset: int) -> Locator:
-        """How a peer finds the copy at ``offset`` of our pool."""
-        ...
 
     def reaches(self, locator: Locator) -> bool:
         """Whether this carrier can get at what the locator points to."""
@@ -34,8 +32,9 @@ class Carrier(Protocol):
         *,
         deadline: float,
         cancelled: Callable[[], bool],
-    ) -> Intake:
-        """The ``manifest.nbytes`` (more than 0) bytes of the copy, in memory from ``allocate``, not yet verified.
+    ) -> Intake | torch.Tensor | None:
+        """The ``manifest.nbytes`` (more than 0) bytes of the copy: in memory from ``allocate``, not yet verified, or
+        verified on a GPU as uint8 [nbytes]. None when they are to be had by another carrier only.
 
         Raises `TransferError`.
         """
@@ -43,6 +42,14 @@ class Carrier(Protocol):
 
     def close(self) -> None:
         """Give everything back."""
+        ...
+
+
+class HostCarrier(Carrier, Protocol):
+    """A carrier by which peers reach all copies of our pool in host memory."""
+
+    def locator(self, offset: int) -> Locator:
+        """How a peer finds the copy at ``offset`` of our pool."""
         ...
 
 

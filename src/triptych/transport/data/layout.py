@@ -50,14 +50,13 @@ def plan(tensors: Sequence[torch.Tensor]) -> tuple[tuple[TensorEntry, ...], int]
 
 
 def write(tensors: Sequence[torch.Tensor], entries: Sequence[TensorEntry], out: torch.Tensor) -> None:
-    """Copy the tensors to their places in ``out``, uint8 [copy bytes]; waits for copies from a GPU."""
+    """Copy the tensors to their places in ``out``, uint8 [copy bytes]. `settle` waits for copies from and on a GPU."""
     for tensor, entry in zip(tensors, entries, strict=True):
         end = entry.offset + entry.nbytes
         if entry.nbytes:
             place = out[entry.offset : end].view(tensor.dtype).view(entry.shape)
             place.copy_(tensor.detach(), non_blocking=tensor.is_cuda)
         out[end : align(end)].zero_()  # nothing of an earlier request leaks through the gaps
-    settle(tensors)
 
 
 def settle(tensors: Sequence[torch.Tensor]) -> None:

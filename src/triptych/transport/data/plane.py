@@ -7,7 +7,7 @@ import logging
 import os
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 
 import torch
 
@@ -15,7 +15,9 @@ from triptych.config import LOOPBACK, TransferConfig
 from triptych.errors import ConfigError, TransferError
 from triptych.ids import CopyId, Epoch, InstanceId, RequestId
 from triptych.transport.data import engine, layout
-from triptych.transport.data.carrier import Allocate, Carrier, within_pool
+from triptych.transport.data.carrier import Allocate, Carrier, HostCarrier, within_pool
+from triptych.transport.data.cuda_ipc import CudaIpcCarrier, GpuPool, Shown
+from triptych.transport.data.gpu_memory import CudaMemory, GpuMemory
 from triptych.transport.data.local import LocalPlane
 from triptych.transport.data.mooncake import MooncakeCarrier, reserve_bytes
 from triptych.transport.data.pieces import MOST_THREADS, Hands, Intake, checksum
@@ -34,14 +36,19 @@ def open_plane(config: TransferConfig, instance: InstanceId, epoch: Epoch, devic
 
     ``local`` hands over inside the process only. ``shm`` and ``mooncake`` force that plane, also for a handoff to
     oneself. ``auto`` reads its own pool directly, other processes of the host by shared memory, and other hosts by
-    Mooncake, whose engine is started only when peers of other hosts could reach ``hostname``.
+    Mooncake, whose engine is started only when peers of other hosts could reach ``hostname``. With a GPU and a pool
+    there, ``auto`` takes ``cuda-ipc`` before all others, and so does ``cuda-ipc``, which has shared memory besides.
 
     Raises `ConfigError` when the plane cannot be had.
     """
     if config.kind == "local":
         return LocalPlane(instance=instance, epoch=epoch, pool_bytes=config.pool_bytes)
     where = torch.device(device)
-    return PooledPlane(config, instance, epoch, gpu=where if where.type == "cuda" else None)
+    gpu = where if where.type == "cuda" else None
+    shared = CudaMemory(where) if gpu is not None and config.gpu_pool_bytes else None
+    if config.kind == "cuda-ipc" and shared is None:
+        raise ConfigError("disagg-transfer='cuda-ipc' needs a GPU and a disagg-transfer-gpu-pool-size above 0")
+    return PooledPlane(config, instance, epoch, gpu=gpu, shared=shared)
 
 
 def _settings_between_hosts(config: TransferConfig) -> EngineSettings | None:
@@ -119,10 +126,19 @@ class PooledPlane:
     """A `DataPlane` over one pool of shared memory, which all carriers serve.
 
     With a ``gpu`` the pool and the pulled payloads are page-locked, so that copies to and from it run at the speed of
-    the bus. Payloads come on the CPU.
+    the bus. With ``shared`` there is a second pool, in that GPU memory. Payloads come on the CPU, or by ``cuda-ipc`` on
+    the GPU.
     """
 
-    def __init__(self, config: TransferConfig, instance: InstanceId, epoch: Epoch, *, gpu: torch.device | None) -> None:
+    def __init__(
+        self,
+        config: TransferConfig,
+        instance: InstanceId,
+        epoch: Epoch,
+        *,
+        gpu: torch.device | None,
+        shared: GpuMemory | None = None,
+    ) -> None:
         self._instance = instance
         self._epoch = epoch
         self._gpu = gpu
@@ -134,16 +150,20 @@ class PooledPlane:
         between_hosts = _settings_between_hosts(config)
         self._segment = Segment(config.pool_bytes)
         self._pool = Pool(config.pool_bytes, reserve_bytes(config.pool_bytes) if between_hosts else 0)
+        self._gpu_pool: GpuPool | None = None
         self._carriers: list[Carrier] = []
+        """Best first."""
+        self._host_carriers: list[HostCarrier] = []
         try:
+            if shared is not None and config.kind in ("auto", "cuda-ipc"):
+                self._gpu_pool = GpuPool(shared, config.gpu_pool_bytes, self._segment)
+                self._carriers.append(CudaIpcCarrier(self._gpu_pool))
             if config.kind == "auto":
-                self._carriers.append(OwnCarrier(self._pool, self._lock, self._segment, epoch))
-            if config.kind in ("auto", "shm"):
-                self._carriers.append(ShmCarrier(self._segment))
+                self._add(OwnCarrier(self._pool, self._lock, self._segment, epoch))
+            if config.kind in ("auto", "shm", "cuda-ipc"):
+                self._add(ShmCarrier(self._segment))
             if between_hosts:
-                self._carriers.append(
-                    MooncakeCarrier(between_hosts, pool=self._pool, lock=self._lock, segment=self._segment)
-                )
+                self._add(MooncakeCarrier(between_hosts, pool=self._pool, lock=self._lock, segment=self._segment))
         except ConfigError:
             for carrier in self._carriers:
                 carrier.close()
@@ -152,6 +172,10 @@ class PooledPlane:
         self._registered = gpu is not None and _page_lock(self._segment.memory, gpu)
         self.pool_bytes = self._pool.stage_capacity
         self.planes: tuple[str, ...] = tuple(carrier.plane for carrier in self._carriers)
+
+    def _add(self, carrier: HostCarrier) -> None:
+        self._carriers.append(carrier)
+        self._host_carriers.append(carrier)
 
     # -- staging -----------------------------------------------------------------------------------------------
 
@@ -165,9 +189,13 @@ class PooledPlane:
         with self._lock:
             block = self._pool.stage(copy, nbytes, spare=spare)
             self._forget_gone()
+        shown: Shown | None = None
         try:
+            if self._gpu_pool is not None and not spare:  # a spare copy waits for a death, and hardly ever travels on
+                shown = self._gpu_pool.show(copy, payload.tensors, entries, nbytes)
             memory = self._segment.memory[block.offset : block.offset + nbytes]
             layout.write(payload.tensors, entries, memory)
+            layout.settle(payload.tensors)
             manifest = Manifest(
                 copy=copy,
                 request=request,
@@ -177,13 +205,21 @@ class PooledPlane:
                 checksum=checksum(memory.numpy(), self._hands),
                 tensors=entries,
                 tree=payload.tree,
-                locators=tuple(carrier.locator(block.offset) for carrier in self._carriers),
+                locators=(
+                    *((shown.locator(),) if shown is not None else ()),
+                    *(carrier.locator(block.offset) for carrier in self._host_carriers),
+                ),
             )
         except BaseException:
             with self._lock:
                 self._pool.release(copy)
                 self._pool.unpin(copy)
+            if self._gpu_pool is not None:
+                self._gpu_pool.release([copy])
             raise
+        finally:
+            if self._gpu_pool is not None and shown is not None:
+                self._gpu_pool.written(copy)
         with self._lock:
             self._manifests[copy] = manifest
             self._pool.unpin(copy)
@@ -196,31 +232,37 @@ class PooledPlane:
         """Fetch a copy by the best plane that both ends have, and verify it. Raises `TransferError`."""
         started = time.monotonic()
         layout.check(manifest)
-        carrier, locator = self._choose(manifest)
-        what = f"{carrier.plane}: copy {manifest.copy} ({manifest.nbytes} bytes) of {manifest.producer}"
-        if cancelled():
-            raise TransferError(f"{what}: the pull was cancelled")
-        if started >= deadline:
-            raise TransferError(f"{what}: the deadline passed before the pull began")
-        if manifest.nbytes:
-            got = carrier.fetch(manifest, locator, self._allocate, deadline=deadline, cancelled=cancelled)
-        else:
-            got = self._allocate(0)
-        if got.checksum() != manifest.checksum:
-            raise TransferError(f"{what}: the checksum is wrong: it was overwritten or damaged on the way")
-        payload = Payload(tree=manifest.tree, tensors=layout.read(manifest.tensors, got.memory))
-        return Pull(payload=payload, plane=carrier.plane, nbytes=manifest.nbytes, seconds=time.monotonic() - started)
-
-    def _choose(self, manifest: Manifest) -> tuple[Carrier, Locator]:
-        for carrier in self._carriers:
-            for locator in manifest.locators:
-                if carrier.reaches(locator):
-                    return carrier, locator
+        for carrier, locator in self._ways(manifest):
+            what = f"{carrier.plane}: copy {manifest.copy} ({manifest.nbytes} bytes) of {manifest.producer}"
+            if cancelled():
+                raise TransferError(f"{what}: the pull was cancelled")
+            if time.monotonic() >= deadline:
+                raise TransferError(f"{what}: the deadline passed before the pull began")
+            if manifest.nbytes:
+                got = carrier.fetch(manifest, locator, self._allocate, deadline=deadline, cancelled=cancelled)
+            else:
+                got = self._allocate(0)
+            if got is None:
+                continue
+            if isinstance(got, Intake):
+                if got.checksum() != manifest.checksum:
+                    raise TransferError(f"{what}: the checksum is wrong: it was overwritten or damaged on the way")
+                got = got.memory
+            payload = Payload(tree=manifest.tree, tensors=layout.read(manifest.tensors, got))
+            seconds = time.monotonic() - started
+            return Pull(payload=payload, plane=carrier.plane, nbytes=manifest.nbytes, seconds=seconds)
         offered = ", ".join(locator.plane for locator in manifest.locators) or "none"
         raise TransferError(
             f"no data plane in common with {manifest.producer}: it offers {offered}, this instance has "
             f"{', '.join(self.planes)}; planes other than mooncake need one host"
         )
+
+    def _ways(self, manifest: Manifest) -> Iterator[tuple[Carrier, Locator]]:
+        """How the copy can be had, best first."""
+        for carrier in self._carriers:
+            for locator in manifest.locators:
+                if carrier.reaches(locator):
+                    yield carrier, locator
 
     def _allocate(self, nbytes: int) -> Intake:
         try:
@@ -250,8 +292,11 @@ class PooledPlane:
             return self._pool.take_dropped()
 
     def _forget_gone(self) -> None:
-        for copy in self._manifests.keys() - set(self._pool.staged()):
+        gone = self._manifests.keys() - set(self._pool.staged())
+        for copy in gone:
             del self._manifests[copy]
+        if self._gpu_pool is not None:
+            self._gpu_pool.release(tuple(gone))
 
     @property
     def figures(self) -> PoolFigures:
@@ -270,6 +315,8 @@ class PooledPlane:
         """Raise AssertionError when the books do not add up."""
         with self._lock:
             self._pool.check_integrity()
+            if self._gpu_pool is not None:
+                self._gpu_pool.check_integrity()
             assert self._manifests.keys() <= set(self._pool.staged()), "a manifest without a copy"
 
     def close(self) -> None:

@@ -110,7 +110,7 @@ class ShmCarrier:
 
     def _mapping(self, manifest: Manifest, locator: Locator) -> Bytes:
         # A mapping keeps a dead owner's memory alive, so those of the dead are let go of whenever one is looked up.
-        for address in [address for address in self._mappings if not _alive(address)]:
+        for address in [address for address in self._mappings if not alive(address)]:
             del self._mappings[address]
         memory = self._mappings.pop(locator.address, None)
         if memory is None:
@@ -134,7 +134,8 @@ def _parse(address: str) -> tuple[Path, str] | None:
     return Path(f"/proc/{pid}/fd/{fd}"), _link(token)
 
 
-def _alive(address: str) -> bool:
+def alive(address: str) -> bool:
+    """Whether the owner of the segment with this address still has it."""
     parsed = _parse(address)
     if parsed is None:
         return False
@@ -147,7 +148,7 @@ def _alive(address: str) -> bool:
 
 def _map(manifest: Manifest, locator: Locator) -> Bytes:
     parsed = _parse(locator.address)
-    if parsed is None or not _alive(locator.address):
+    if parsed is None or not alive(locator.address):
         raise TransferError(f"shm: the pool of {manifest.producer} is gone: its process ended ({locator.address!r})")
     path, link = parsed
     try:
