@@ -1,5 +1,8 @@
 """One denoiser forward and one VAE decode at a real size: stock Diffusers against each profile, in one run.
 
+Each is timed in two ways: waited for, as by who calls it once, and queued behind others of its kind by the GPU's own
+clock, which is what a step takes within a request.
+
 Random weights from `triptych.bench.synth`: times do not depend on the values. Errors of the denoiser and of the VAE are
 those of one call against stock Diffusers in float32, of the same weights and inputs; lossless is what has an error no
 larger than stock Diffusers has in bfloat16.
@@ -8,12 +11,14 @@ larger than stock Diffusers has in bfloat16.
 from __future__ import annotations
 
 import argparse
+import itertools
 import statistics
+import sys
 import time
 from collections.abc import Callable, Generator, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any, Protocol, TypedDict
 
 import torch
 from rich.console import Console
@@ -38,10 +43,15 @@ class Row:
     stage: str
     variant: str
     seconds: float
+    """Of a call that is waited for, with what the host takes before the GPU has its first work."""
     ratio: float
     """Stock time over this time."""
+    queued: float
+    """Seconds of a call among others that the GPU has in its queue already, as within a request."""
+    queued_ratio: float
+    """Stock time of the same kind over this time."""
     floor_share: float | None
-    """Floor time over this time; None where the floor is not known."""
+    """Floor time over the queued time; None where the floor is not known."""
     error: float | None
     peak_gib: float
     first: float = 0.0
@@ -73,17 +83,20 @@ def _text_encoder(name: str, repeats: int) -> Iterator[Row]:
     ids = torch.arange(1, 513, device=device)[None]
     mask = torch.ones_like(ids)
     reference = model(ids, mask)[0]
-    stock_seconds = 0.0
+    stock: _Times | None = None
     for variant in ("stock", "cached prompt"):
         if variant != "stock":
             install(model, PromptCache(max_bytes=1 << 28, tally=Tally()), "text_encoder")
         output = model(ids, mask)[0]
-        seconds, peak = _measure(lambda: model(ids, mask), repeats)
-        stock_seconds = stock_seconds or seconds
+        took = _measure(lambda: model(ids, mask), repeats)
+        stock = stock or took
         yield Row(
-            stage="text encoder", variant=variant, seconds=seconds, ratio=stock_seconds / seconds, floor_share=None,
-            error=None if variant == "stock" else relative(output, reference), peak_gib=peak,
-        )  # fmt: skip
+            stage="text encoder",
+            variant=variant,
+            **took.against(stock),
+            floor_share=None,
+            error=None if variant == "stock" else relative(output, reference),
+        )
     torch.cuda.empty_cache()
 
 
@@ -146,23 +159,22 @@ def _all_bits() -> Generator[None]:
 def _denoiser(name: str, shape: Shape, profiles: tuple[Profile, ...], repeats: int) -> Iterator[Row]:
     device = torch.device("cuda")
     call = forward_of(name, shape, device)
-    reference, stock_seconds = exact_forward(name, call, device), 0.0
+    reference = exact_forward(name, call, device)
+    stock: _Times | None = None
     order: tuple[Profile, ...] = ("stock", *profiles)
     for profile in order:
         model = synth.build(name, "transformer", device, torch.bfloat16)
         accelerate({"transformer": model}, device=device, dtype=torch.bfloat16, profile=profile)
         output, first = _first(lambda model=model: call(model))
-        seconds, peak = _measure(lambda model=model: call(model), repeats)
-        stock_seconds = stock_seconds or seconds
+        took = _measure(lambda model=model: call(model), repeats)
+        stock = stock or took
         work = _wan_tflop(model, shape) if name.startswith("wan") else None
         yield Row(
             stage="denoiser forward",
             variant=profile,
-            seconds=seconds,
-            ratio=stock_seconds / seconds,
-            floor_share=None if work is None else work / _PEAK_TFLOPS / seconds,
+            **took.against(stock),
+            floor_share=None if work is None else work / _PEAK_TFLOPS / took.queued,
             error=relative(output.cpu(), reference),
-            peak_gib=peak,
             first=first,
         )
         del model, output
@@ -179,22 +191,20 @@ def _decoder(name: str, shape: Shape, profiles: tuple[Profile, ...], repeats: in
         reference = exact.decode(latents.float(), return_dict=False)[0].cpu()
     del exact
     torch.cuda.empty_cache()
-    stock_seconds = 0.0
+    stock: _Times | None = None
     order: tuple[Profile, ...] = ("stock", *(p for p in profiles if p != "fast"))
     for profile in order:
         vae: Any = synth.build(name, "vae", device, torch.float32).to(torch.bfloat16)
         accelerate({"vae": vae}, device=device, dtype=torch.bfloat16, profile=profile)
         output, first = _first(lambda vae=vae: vae.decode(latents, return_dict=False)[0])
-        seconds, peak = _measure(lambda vae=vae: vae.decode(latents, return_dict=False)[0], max(3, repeats // 2))
-        stock_seconds = stock_seconds or seconds
+        took = _measure(lambda vae=vae: vae.decode(latents, return_dict=False)[0], max(3, repeats // 2))
+        stock = stock or took
         yield Row(
             stage="VAE decode",
             variant=profile,
-            seconds=seconds,
-            ratio=stock_seconds / seconds,
+            **took.against(stock),
             floor_share=None,
             error=relative(output.cpu(), reference),
-            peak_gib=peak,
             first=first,
         )
         del vae, output
@@ -209,18 +219,56 @@ def _first(call: Callable[[], torch.Tensor]) -> tuple[torch.Tensor, float]:
     return output, time.perf_counter() - start
 
 
-def _measure(call: Callable[[], object], repeats: int) -> tuple[float, float]:
-    """Median seconds of one call, and peak GPU memory in GiB, after one call that is not counted."""
+class _Figures(TypedDict):
+    """The fields of a `Row` that a measurement gives."""
+
+    seconds: float
+    ratio: float
+    queued: float
+    queued_ratio: float
+    peak_gib: float
+
+
+@dataclass(frozen=True, slots=True)
+class _Times:
+    """Medians of one call in seconds, as in `Row`."""
+
+    waited: float
+    queued: float
+    peak_gib: float
+
+    def against(self, stock: _Times) -> _Figures:
+        """The figures of a row."""
+        return {
+            "seconds": self.waited,
+            "ratio": stock.waited / self.waited,
+            "queued": self.queued,
+            "queued_ratio": stock.queued / self.queued,
+            "peak_gib": self.peak_gib,
+        }
+
+
+def _measure(call: Callable[[], object], repeats: int) -> _Times:
+    """A call ``repeats`` times in each way, after one that is not counted, and its peak of GPU memory."""
     call()
     torch.cuda.synchronize()
     torch.cuda.reset_peak_memory_stats()
-    samples: list[float] = []
+    waited: list[float] = []
     for _ in range(repeats):
         start = time.perf_counter()
         call()
         torch.cuda.synchronize()
-        samples.append(time.perf_counter() - start)
-    return statistics.median(samples), torch.cuda.max_memory_allocated() / (1 << 30)
+        waited.append(time.perf_counter() - start)
+    events = [torch.cuda.Event(enable_timing=True) for _ in range(repeats + 1)]
+    call()  # gives the host its lead
+    for event in events[:-1]:
+        event.record()
+        call()
+    events[-1].record()
+    torch.cuda.synchronize()
+    queued = [start.elapsed_time(end) / 1e3 for start, end in itertools.pairwise(events)]
+    peak = torch.cuda.max_memory_allocated() / (1 << 30)
+    return _Times(statistics.median(waited), statistics.median(queued), peak)
 
 
 def _wan_tflop(model: Any, shape: Shape) -> float:
@@ -241,20 +289,28 @@ def relative(output: torch.Tensor, reference: torch.Tensor) -> float:
 def print_rows(rows: list[Row], title: str) -> None:
     """The rows as a table on standard output."""
     table = Table(title=title)
-    for column in ("stage", "variant", "ms", "x stock", "share of floor", "relative error", "peak GiB", "first s"):
-        table.add_column(column, justify="left" if column in ("stage", "variant") else "right")
+    for column in ("stage", "variant"):
+        table.add_column(column)
+    for column in (
+        *("waited for ms", "x stock", "queued ms", "x stock"),
+        *("share of floor", "relative error", "peak GiB", "first s"),
+    ):
+        table.add_column(column, justify="right")
     for row in rows:
         table.add_row(
             row.stage,
             row.variant,
             f"{row.seconds * 1e3:.1f}",
             f"{row.ratio:.2f}",
+            f"{row.queued * 1e3:.1f}",
+            f"{row.queued_ratio:.2f}",
             "" if row.floor_share is None else f"{row.floor_share:.0%}",
             "" if row.error is None else f"{row.error:.2e}",
             f"{row.peak_gib:.1f}",
             f"{row.first:.1f}" if row.first else "",
         )
-    Console().print(table)
+    # A pipe has no width of its own, and 80 columns are too few.
+    Console(width=None if sys.stdout.isatty() else 132).print(table)
 
 
 def main(argv: Sequence[str]) -> int:
@@ -274,7 +330,9 @@ def main(argv: Sequence[str]) -> int:
         rows.append(row)
         error = "" if row.error is None else f", relative error {row.error:.2e}"
         print(
-            f"{row.stage}, {row.variant}: {row.seconds * 1e3:.1f} ms, first call {row.first:.1f} s{error}", flush=True
+            f"{row.stage}, {row.variant}: {row.seconds * 1e3:.1f} ms waited for, {row.queued * 1e3:.1f} ms queued, "
+            f"first call {row.first:.1f} s{error}",
+            flush=True,
         )
     print_rows(rows, f"{args.size}, {args.shape}, {torch.cuda.get_device_name()}, torch {torch.__version__}")
     return 0
