@@ -16,7 +16,8 @@ import torch
 from triptych.config import TransferConfig
 from triptych.ids import Epoch, InstanceId
 from triptych.transport.data.gpu_memory import HANDLE_BYTES, GpuMemoryError
-from triptych.transport.data.plane import PooledPlane, open_plane
+from triptych.transport.data.plane import open_plane
+from triptych.transport.data.pooled import PooledPlane
 
 _numbers = itertools.count()
 DEVICE = torch.device("cuda:0" if torch.cuda.is_available() else "cpu")

@@ -15,7 +15,8 @@ from triptych.config import TransferConfig
 from triptych.errors import ConfigError, TransferError
 from triptych.ids import Epoch, InstanceId, RequestId
 from triptych.transport.data.cuda_ipc import weighted_sum
-from triptych.transport.data.plane import PooledPlane, open_plane
+from triptych.transport.data.plane import open_plane
+from triptych.transport.data.pooled import PooledPlane
 from triptych.transport.data.protocol import Payload, Pull
 from triptych.wire.manifest import Manifest
 

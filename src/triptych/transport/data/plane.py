@@ -1,32 +1,21 @@
-"""Opens an instance's data plane, and the pooled plane: one registered pool, reached by several carriers."""
+"""Opens the data plane of an instance."""
 
 from __future__ import annotations
 
-import itertools
 import logging
 import os
-import threading
-import time
-from collections.abc import Callable, Iterator, Sequence
 
 import torch
 
 from triptych.config import LOOPBACK, TransferConfig
-from triptych.errors import ConfigError, TransferError
-from triptych.ids import CopyId, Epoch, InstanceId, RequestId
-from triptych.transport.data import engine, layout
-from triptych.transport.data.carrier import Allocate, Carrier, HostCarrier, within_pool
-from triptych.transport.data.cuda_ipc import CudaIpcCarrier, GpuPool, Shown
-from triptych.transport.data.gpu_memory import CudaMemory, GpuMemory
+from triptych.errors import ConfigError
+from triptych.ids import Epoch, InstanceId
+from triptych.transport.data import engine
+from triptych.transport.data.gpu_memory import CudaMemory
 from triptych.transport.data.local import LocalPlane
-from triptych.transport.data.mooncake import MooncakeCarrier, reserve_bytes
-from triptych.transport.data.pieces import MOST_THREADS, Hands, Intake, checksum
-from triptych.transport.data.pool import Pool
-from triptych.transport.data.protocol import DataPlane, Payload, PoolFigures, Pull
+from triptych.transport.data.pooled import PooledPlane
+from triptych.transport.data.protocol import DataPlane
 from triptych.transport.data.settings import EngineSettings, engine_settings
-from triptych.transport.data.shm import Segment, ShmCarrier
-from triptych.transport.host import host_id
-from triptych.wire.manifest import Locator, Manifest
 
 _log = logging.getLogger(__name__)
 
@@ -48,7 +37,7 @@ def open_plane(config: TransferConfig, instance: InstanceId, epoch: Epoch, devic
     shared = CudaMemory(where) if gpu is not None and config.gpu_pool_bytes else None
     if config.kind == "cuda-ipc" and shared is None:
         raise ConfigError("disagg-transfer='cuda-ipc' needs a GPU and a disagg-transfer-gpu-pool-size above 0")
-    return PooledPlane(config, instance, epoch, gpu=gpu, shared=shared)
+    return PooledPlane(config, instance, epoch, gpu=gpu, shared=shared, between_hosts=_settings_between_hosts(config))
 
 
 def _settings_between_hosts(config: TransferConfig) -> EngineSettings | None:
@@ -66,280 +55,3 @@ def _settings_between_hosts(config: TransferConfig) -> EngineSettings | None:
         _log.warning("only peers of this host can pull from %s: %s", settings.hostname, error)
         return None
     return settings
-
-
-class OwnCarrier:
-    """Copies out of the instance's own pool, for a handoff between two roles of one instance."""
-
-    plane = "local"
-
-    def __init__(self, pool: Pool, lock: threading.Lock, segment: Segment, epoch: Epoch) -> None:
-        self._pool = pool
-        self._lock = lock
-        self._segment = segment
-        self._epoch = epoch
-
-    def locator(self, offset: int) -> Locator:
-        """How we find our own copy again."""
-        return Locator(
-            plane=self.plane,
-            host=host_id(),
-            address=self._epoch,
-            offset=offset,
-            pool_bytes=self._segment.nbytes,
-        )
-
-    def reaches(self, locator: Locator) -> bool:
-        """Whether the copy was staged in this life of this instance."""
-        return locator.plane == self.plane and locator.address == self._epoch
-
-    def fetch(
-        self,
-        manifest: Manifest,
-        locator: Locator,
-        allocate: Allocate,
-        *,
-        deadline: float,
-        cancelled: Callable[[], bool],
-    ) -> Intake:
-        """The bytes of our own copy, pinned while it is read."""
-        with self._lock:
-            block = self._pool.pin(manifest.copy)
-        if block is None:
-            raise TransferError(f"local: copy {manifest.copy} ({manifest.nbytes} bytes) is not kept any more")
-        try:
-            within_pool(manifest, locator, self._segment.nbytes)
-            if block.offset != locator.offset or block.size < manifest.nbytes:
-                raise TransferError(f"local: copy {manifest.copy} is not where its manifest says")
-            out = allocate(manifest.nbytes)
-            out.append(self._segment.memory[block.offset : block.offset + manifest.nbytes].numpy())
-            return out
-        finally:
-            with self._lock:
-                self._pool.unpin(manifest.copy)
-
-    def close(self) -> None:
-        """Nothing of its own to give back."""
-
-
-class PooledPlane:
-    """A `DataPlane` over one pool of shared memory, which all carriers serve.
-
-    With a ``gpu`` the pool and the pulled payloads are page-locked, so that copies to and from it run at the speed of
-    the bus. With ``shared`` there is a second pool, in that GPU memory. Payloads come on the CPU, or by ``cuda-ipc`` on
-    the GPU.
-    """
-
-    def __init__(
-        self,
-        config: TransferConfig,
-        instance: InstanceId,
-        epoch: Epoch,
-        *,
-        gpu: torch.device | None,
-        shared: GpuMemory | None = None,
-    ) -> None:
-        self._instance = instance
-        self._epoch = epoch
-        self._gpu = gpu
-        self._lock = threading.Lock()
-        self._manifests: dict[CopyId, Manifest] = {}
-        self._numbers = itertools.count()
-        self._closed = False
-        self._hands = Hands(min(MOST_THREADS, len(os.sched_getaffinity(0))))
-        between_hosts = _settings_between_hosts(config)
-        self._segment = Segment(config.pool_bytes)
-        self._pool = Pool(config.pool_bytes, reserve_bytes(config.pool_bytes) if between_hosts else 0)
-        self._gpu_pool: GpuPool | None = None
-        self._carriers: list[Carrier] = []
-        """Best first."""
-        self._host_carriers: list[HostCarrier] = []
-        try:
-            if shared is not None and config.kind in ("auto", "cuda-ipc"):
-                self._gpu_pool = GpuPool(shared, config.gpu_pool_bytes, self._segment)
-                self._carriers.append(CudaIpcCarrier(self._gpu_pool))
-            if config.kind == "auto":
-                self._add(OwnCarrier(self._pool, self._lock, self._segment, epoch))
-            if config.kind in ("auto", "shm", "cuda-ipc"):
-                self._add(ShmCarrier(self._segment))
-            if between_hosts:
-                self._add(MooncakeCarrier(between_hosts, pool=self._pool, lock=self._lock, segment=self._segment))
-        except ConfigError:
-            for carrier in self._carriers:
-                carrier.close()
-            self._segment.close()
-            raise
-        self._registered = gpu is not None and _page_lock(self._segment.memory, gpu)
-        self.pool_bytes = self._pool.stage_capacity
-        self.planes: tuple[str, ...] = tuple(carrier.plane for carrier in self._carriers)
-
-    def _add(self, carrier: HostCarrier) -> None:
-        self._carriers.append(carrier)
-        self._host_carriers.append(carrier)
-
-    # -- staging -----------------------------------------------------------------------------------------------
-
-    def stage(self, request: RequestId, payload: Payload, *, spare: bool = False) -> Manifest:
-        """Copy the payload into the pool and describe it. Raises `TooLarge` or `PoolFull`.
-
-        Tensors on a GPU are read on the calling thread's current stream, which is waited for.
-        """
-        entries, nbytes = layout.plan(payload.tensors)
-        copy = CopyId(f"{self._epoch}.{next(self._numbers)}")
-        with self._lock:
-            block = self._pool.stage(copy, nbytes, spare=spare)
-            self._forget_gone()
-        shown: Shown | None = None
-        try:
-            if self._gpu_pool is not None and not spare:  # a spare copy waits for a death, and hardly ever travels on
-                shown = self._gpu_pool.show(copy, payload.tensors, entries, nbytes)
-            memory = self._segment.memory[block.offset : block.offset + nbytes]
-            layout.write(payload.tensors, entries, memory)
-            layout.settle(payload.tensors)
-            manifest = Manifest(
-                copy=copy,
-                request=request,
-                producer=self._instance,
-                epoch=self._epoch,
-                nbytes=nbytes,
-                checksum=checksum(memory.numpy(), self._hands),
-                tensors=entries,
-                tree=payload.tree,
-                locators=(
-                    *((shown.locator(),) if shown is not None else ()),
-                    *(carrier.locator(block.offset) for carrier in self._host_carriers),
-                ),
-            )
-        except BaseException:
-            with self._lock:
-                self._pool.release(copy)
-                self._pool.unpin(copy)
-            if self._gpu_pool is not None:
-                self._gpu_pool.release([copy])
-            raise
-        finally:
-            if self._gpu_pool is not None and shown is not None:
-                self._gpu_pool.written(copy)
-        with self._lock:
-            self._manifests[copy] = manifest
-            self._pool.unpin(copy)
-            self._forget_gone()
-        return manifest
-
-    # -- pulling -----------------------------------------------------------------------------------------------
-
-    def pull(self, manifest: Manifest, *, deadline: float, cancelled: Callable[[], bool]) -> Pull:
-        """Fetch a copy by the best plane that both ends have, and verify it. Raises `TransferError`."""
-        started = time.monotonic()
-        layout.check(manifest)
-        for carrier, locator in self._ways(manifest):
-            what = f"{carrier.plane}: copy {manifest.copy} ({manifest.nbytes} bytes) of {manifest.producer}"
-            if cancelled():
-                raise TransferError(f"{what}: the pull was cancelled")
-            if time.monotonic() >= deadline:
-                raise TransferError(f"{what}: the deadline passed before the pull began")
-            if manifest.nbytes:
-                got = carrier.fetch(manifest, locator, self._allocate, deadline=deadline, cancelled=cancelled)
-            else:
-                got = self._allocate(0)
-            if got is None:
-                continue
-            if isinstance(got, Intake):
-                if got.checksum() != manifest.checksum:
-                    raise TransferError(f"{what}: the checksum is wrong: it was overwritten or damaged on the way")
-                got = got.memory
-            payload = Payload(tree=manifest.tree, tensors=layout.read(manifest.tensors, got))
-            seconds = time.monotonic() - started
-            return Pull(payload=payload, plane=carrier.plane, nbytes=manifest.nbytes, seconds=seconds)
-        offered = ", ".join(locator.plane for locator in manifest.locators) or "none"
-        raise TransferError(
-            f"no data plane in common with {manifest.producer}: it offers {offered}, this instance has "
-            f"{', '.join(self.planes)}; planes other than mooncake need one host"
-        )
-
-    def _ways(self, manifest: Manifest) -> Iterator[tuple[Carrier, Locator]]:
-        """How the copy can be had, best first."""
-        for carrier in self._carriers:
-            for locator in manifest.locators:
-                if carrier.reaches(locator):
-                    yield carrier, locator
-
-    def _allocate(self, nbytes: int) -> Intake:
-        try:
-            memory = torch.empty(nbytes, dtype=torch.uint8, pin_memory=self._gpu is not None)
-        except RuntimeError as error:  # of the allocator, or of CUDA where the memory is pinned
-            raise MemoryError(f"no memory for a handoff of {nbytes} bytes: {error}") from error
-        return Intake(memory, self._hands)
-
-    # -- books -------------------------------------------------------------------------------------------------
-
-    def release(self, copies: Sequence[CopyId]) -> None:
-        """Free copies; unknown ones are ignored."""
-        with self._lock:
-            for copy in copies:
-                self._pool.release(copy)
-            self._forget_gone()
-
-    def copies(self) -> tuple[Manifest, ...]:
-        """The copies that are staged now."""
-        with self._lock:
-            return tuple(self._manifests.values())
-
-    def take_dropped(self) -> tuple[CopyId, ...]:
-        """Copies that were dropped under pressure since the last call."""
-        with self._lock:
-            self._forget_gone()
-            return self._pool.take_dropped()
-
-    def _forget_gone(self) -> None:
-        gone = self._manifests.keys() - set(self._pool.staged())
-        for copy in gone:
-            del self._manifests[copy]
-        if self._gpu_pool is not None:
-            self._gpu_pool.release(tuple(gone))
-
-    @property
-    def figures(self) -> PoolFigures:
-        """How full the pool is and was."""
-        with self._lock:
-            pool = self._pool
-            return PoolFigures(used=pool.used_bytes, peak=pool.peak_bytes, refusals=pool.refusals)
-
-    @property
-    def used_bytes(self) -> int:
-        """Bytes of the pool that are staged, being received, or held back for unfinished transfers."""
-        with self._lock:
-            return self._pool.used_bytes
-
-    def check_integrity(self) -> None:
-        """Raise AssertionError when the books do not add up."""
-        with self._lock:
-            self._pool.check_integrity()
-            if self._gpu_pool is not None:
-                self._gpu_pool.check_integrity()
-            assert self._manifests.keys() <= set(self._pool.staged()), "a manifest without a copy"
-
-    def close(self) -> None:
-        """Give everything back; peers that still pull get an error."""
-        if self._closed:
-            return
-        self._closed = True
-        for carrier in self._carriers:
-            carrier.close()
-        self._hands.close()
-        if self._registered:
-            with torch.cuda.device(self._gpu):
-                torch.cuda.cudart().cudaHostUnregister(self._segment.memory.data_ptr())  # type: ignore[union-attr]
-        self._segment.close()
-
-
-def _page_lock(memory: torch.Tensor, gpu: torch.device) -> bool:
-    """Page-lock a pool, so that the GPU copies to it at full speed; whether that was possible.
-
-    The first call of CUDA in a thread opens the GPU that the thread is at, which takes memory there.
-    """
-    with torch.cuda.device(gpu):
-        status = int(torch.cuda.cudart().cudaHostRegister(memory.data_ptr(), memory.numel(), 0))  # type: ignore[union-attr]
-    if status != 0:
-        _log.warning("CUDA cannot page-lock the transfer pool (error %d): staging from the GPU will be slower", status)
-    return status == 0
