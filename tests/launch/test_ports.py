@@ -2,10 +2,17 @@
 
 from __future__ import annotations
 
+import runpy
+
 import pytest
 
+from triptych.config import METRICS_OFFSET
 from triptych.errors import ConfigError
+from triptych.launch import ports
 from triptych.launch.ports import free_ports, is_free, listen
+
+EPHEMERAL = 32768
+"""The first port that Linux gives to outgoing connections."""
 
 
 def test_a_taken_port_is_named() -> None:
@@ -21,6 +28,13 @@ def test_chosen_ports_are_neighbours_and_never_given_twice() -> None:
     one, two = free_ports(4), free_ports(4)
     assert one == list(range(one[0], one[0] + 4))
     assert not set(one) & set(two)
+
+
+def test_no_outgoing_connection_can_have_a_chosen_port_or_that_of_its_metrics() -> None:
+    """Symptom: an instance had no metrics, or a server with task ports did not start, since a client had the port."""
+    chosen = runpy.run_path(ports.__file__)  # as it is without the tests, which have a range of their own
+    assert chosen["LOWEST"] < chosen["HIGHEST"] <= EPHEMERAL - METRICS_OFFSET
+    assert max(free_ports(1)) + METRICS_OFFSET < EPHEMERAL
 
 
 def test_an_impossible_address_is_named() -> None:

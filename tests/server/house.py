@@ -21,6 +21,9 @@ from triptych.wire.messages import Lease, Outcome
 PATIENCE = 30.0
 """Seconds after which something that should have happened counts as not happening."""
 
+MOST_PUPPETS = 5
+"""Instances that one house has ports for."""
+
 QUICK = RouterConfig(heartbeat_interval=0.1, lease_timeout=1.0)
 """Notices a dead instance within about a second."""
 
@@ -83,7 +86,7 @@ class House:
 
     def __init__(self, outputs: Path) -> None:
         self.outputs = outputs
-        self.port, *_ = free_ports(16)
+        self.port, *_ = self._ports = free_ports(5 + MOST_PUPPETS)
         self.service: DiffusionService
         self.puppets: list[Puppet] = []
         self._next_port = self.port + 5
@@ -103,6 +106,7 @@ class House:
         """Start an instance; all roles unless some are named. A ``port`` used before means a new life there."""
         if port is None:
             port = self._next_port
+            assert port in self._ports, f"more than {MOST_PUPPETS} puppets in one house"
             self._next_port += 1
         puppet = Puppet(server_port=self.port + 1, port=port, roles=roles or ROLES, slots=slots, media=media)
         puppet.hold = frozenset({hold} if hold else ())
