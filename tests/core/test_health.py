@@ -238,6 +238,35 @@ def test_an_instance_that_was_only_silent_was_not_killed(returns: bool) -> None:
     assert bench.view(request).state is (JobState.ENCODER_WAITING if returns else JobState.FAILED)
 
 
+def test_a_request_that_came_after_the_last_word_of_an_instance_is_not_what_silenced_it() -> None:
+    """Symptom: a cut of the network silenced two instances; the request of the first was given to the second before
+    that one was missed too, and failed as poison though nobody had died."""
+    bench = Bench()
+    bench.join("encoder-0")
+    request = bench.submit("r")
+    bench.started("encoder-0", lease(request, E))
+    bench.wait(0.4, alive=False)
+    bench.join("encoder-1")  # the last that is heard of it
+    bench.wait(2.2, alive=False)
+    assert runs(bench) == {"encoder-1": lease(request, E, 2)}
+    bench.wait(0.5, alive=False)
+    assert not bench.router.instances()
+    assert bench.view(request).state is JobState.ENCODER_WAITING
+    bench.join("encoder-1")
+    assert runs(bench) == {"encoder-1": lease(request, E, 3)}
+
+
+def test_instances_that_say_nothing_once_they_have_a_request_are_not_given_it_for_ever() -> None:
+    bench = Bench(max_attempts=3)
+    request = bench.submit("r")
+    for number in range(3):
+        bench.join(f"encoder-{number}")
+        bench.wait(3.0, alive=False)
+    error = bench.view(request).error
+    assert error is not None
+    assert error.code == "attempts_exhausted"
+
+
 def test_two_requests_that_an_instance_died_of_never_share_the_next_one() -> None:
     bench = Bench()
     bench.join("encoder-0", slots=2)

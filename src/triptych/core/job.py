@@ -103,6 +103,8 @@ class Fault:
     reason: str
     killed: Epoch | None = None
     """The life of the instance that ended with it."""
+    silent: Epoch | None = None
+    """The life of the instance that was lost with it, but had said its last word before it got the stage."""
     saved: int = 0
     """Denoising steps that were not lost by it."""
 
@@ -295,18 +297,28 @@ class Job:
                 return role
         raise AssertionError(f"request {self.request} has no stage left to do")
 
-    def charge(self, role: Role, instance: InstanceId, reason: str, killed: Epoch | None) -> list[Fault]:
+    def charge(
+        self, role: Role, instance: InstanceId, reason: str, killed: Epoch | None, silent: Epoch | None
+    ) -> list[Fault]:
         """Book a failure of the present attempt, of which an instance may have died; returns those of this stage."""
-        saved = self._saved(role)
-        fault = Fault(role=role, attempt=self.attempt, instance=instance, reason=reason, killed=killed, saved=saved)
-        self.faults.append(fault)
+        self.faults.append(
+            Fault(
+                role=role,
+                attempt=self.attempt,
+                instance=instance,
+                reason=reason,
+                killed=killed,
+                silent=silent,
+                saved=self._saved(role),
+            )
+        )
         self.avoid.add(instance)
         self.moved_from = None
         return [fault for fault in self.faults if fault.role is role]
 
     def acquit(self, epoch: Epoch) -> None:
         """That life of an instance has not ended after all."""
-        self.faults = [fault for fault in self.faults if fault.killed != epoch]
+        self.faults = [fault for fault in self.faults if epoch not in (fault.killed, fault.silent)]
 
     @property
     def kills(self) -> list[Fault]:

@@ -147,20 +147,37 @@ class Ledger:
         job.unpark(self.now)
         self.job_deadlines.set(job.request, job.deadline)
 
-    def requeue(self, job: Job, grant: Grant, reason: str, *, charged: bool, killed: Epoch | None = None) -> None:
+    def requeue(
+        self,
+        job: Job,
+        grant: Grant,
+        reason: str,
+        *,
+        charged: bool,
+        killed: Epoch | None = None,
+        silent: Epoch | None = None,
+    ) -> None:
         """Go back after a lost or failed attempt; a stage that was charged too often fails the request.
 
-        ``killed``: the life of the instance that may have died of it.
+        ``killed``: the life of the instance that may have died of it; ``silent``: of one that cannot have, see `Fault`.
         """
         job.grant = grant.job = None
-        if charged and self.exhausted(job, grant.lease.role, grant.instance, reason, killed):
+        if charged and self.exhausted(job, grant.lease.role, grant.instance, reason, killed, silent):
             return
         self.count("requeued", f"{grant.lease.role}: {reason}", grant.instance, job.request)
         self.line_up(job)
 
-    def exhausted(self, job: Job, role: Role, instance: InstanceId, reason: str, killed: Epoch | None = None) -> bool:
+    def exhausted(
+        self,
+        job: Job,
+        role: Role,
+        instance: InstanceId,
+        reason: str,
+        killed: Epoch | None = None,
+        silent: Epoch | None = None,
+    ) -> bool:
         """Charge a stage with a failed attempt; whether that was the last one, which fails the request."""
-        error = verdict(self.config, job, role, job.charge(role, instance, reason, killed))
+        error = verdict(self.config, job, role, job.charge(role, instance, reason, killed, silent))
         if error is not None:
             self.end(job, JobState.FAILED, error)
         return error is not None

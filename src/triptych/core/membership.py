@@ -242,7 +242,12 @@ class Membership:
         ledger = self._ledger
         for instance in ledger.member_deadlines.pop_due(ledger.now):
             member = ledger.members[instance]
-            ledger.lose(member, f"silent for {ledger.now - member.seen:.1f} s", crashed=True)
+            reason = f"silent for {ledger.now - member.seen:.1f} s"
+            for grant in member.grants.values():
+                heard = grant.granted < member.seen or grant.fetched or grant.started is not None or grant.storing
+                if grant.job is not None and not heard:  # what silenced the instance was there before it
+                    ledger.requeue(grant.job, grant, f"instance lost: {reason}", charged=True, silent=member.epoch)
+            ledger.lose(member, reason, crashed=True)
 
     def forgive(self) -> None:
         """The server itself stood still: nobody's silence during that time counts."""
