@@ -11,6 +11,7 @@ from typing import Any
 
 import httpx
 
+from tests import asking
 from tests.e2e.harness import ROLES, Deployment, Process, until
 from triptych.config import METRICS_OFFSET
 
@@ -125,7 +126,7 @@ class Arena:
     def steps(self) -> float:
         """Denoising steps that the denoiser has computed since it was started."""
         port = self.deployment.work_ports["denoiser-0"] + METRICS_OFFSET
-        text = httpx.get(f"http://127.0.0.1:{port}/metrics", trust_env=False).raise_for_status().text
+        text = asking.get(f"http://127.0.0.1:{port}/metrics", trust_env=False).raise_for_status().text
         (value,) = re.findall(r"^triptych_instance_steps_total (\S+)$", text, re.M)
         return float(value)
 
@@ -140,8 +141,9 @@ class Arena:
     def _await(self, job: str, state: str) -> None:
         order = [*STATES, "done"]
         deadline = time.monotonic() + 60
-        while order.index(self._stage(job)) < order.index(state):
-            assert time.monotonic() < deadline, f"{job} never came to {state}"
+        while (stage := self._stage(job)) not in order or order.index(stage) < order.index(state):
+            assert stage in order, f"{job} ended before it came to {state}: {self.deployment.api.job(job)}"
+            assert time.monotonic() < deadline, f"{job} is in {stage} after 60 s and never came to {state}"
 
     def _stays(self, job: str, state: str) -> bool:
         """Whether a request is in a state with its holder stopped, when all that was under way has arrived."""

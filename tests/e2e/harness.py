@@ -22,6 +22,7 @@ import httpx
 import psutil
 
 from tests.e2e.nursery import Forked
+from tests.freezing import until_still
 from triptych.launch.ports import free_ports
 from triptych.launch.supervised import ENVIRONMENT
 
@@ -115,8 +116,10 @@ class Process:
         return self.log.read_text(errors="replace")
 
     def signal(self, number: signals.Signals) -> None:
-        """Send a signal to it."""
+        """Send a signal to it. What was stopped stands still on return."""
         self._process.send_signal(number)
+        if number == signals.SIGSTOP:
+            until_still(self.pid)
 
     def kill(self) -> None:
         """End it as a crash would."""
@@ -346,6 +349,29 @@ class Deployment:
             return reasons if role in reasons else ""
 
         return until(look, f"/ready naming the {role}", since + seconds - time.monotonic())
+
+    def catch_denoiser(self, job: str, step: int) -> str:
+        """Wait until the job has done so many steps, and freeze the denoiser that it is with; the denoiser's name. It
+        has more steps to do then."""
+
+        def look() -> str | None:
+            video = self.api.job(job)
+            assert video["status"] not in ("failed", "completed"), f"{job} ended before step {step}: {pretty(video)}"
+            if video["stage"] != "denoising_running" or video["step"] < step:
+                return None
+            names = {instance: name for name, instance in self.registered().items()}
+            holders = [
+                names[one["instance"]]
+                for one in self.api.info()["instances"]
+                if any((lease["request"], lease["role"]) == (job, "denoiser") for lease in one["leases"])
+            ]
+            return holders[0] if holders else None
+
+        name = until(look, f"step {step} of {job}")
+        self.instances[name].signal(signals.SIGSTOP)
+        video = self.api.job(job)
+        assert video["stage"] == "denoising_running", f"{job} was over before its denoiser was frozen: {pretty(video)}"
+        return name
 
     def processes(self) -> list[Process]:
         """All processes that should run."""

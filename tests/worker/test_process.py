@@ -15,6 +15,7 @@ import pytest
 import xxhash
 
 from tests.e2e.nursery import Forked
+from tests.freezing import freeze
 from triptych.config import RouterConfig
 from triptych.core.events import (
     CancelRequest,
@@ -55,6 +56,8 @@ from triptych.worker.process import EXIT_OPERATOR
 WAIT = 180.0
 """Seconds; generous, because a loaded machine may take most of a minute to import torch."""
 SMALL = {"prompt": "a red circle on a blue background", "seed": 7, "height": 64, "width": 64, "num_frames": 5}
+LARGE = {"height": 128, "width": 128, "num_frames": 33}
+"""A step of it takes longer than a word between processes."""
 ENDED = (JobState.DONE, JobState.FAILED, JobState.CANCELLED, JobState.TIMED_OUT)
 
 
@@ -255,7 +258,7 @@ def test_two_processes_give_the_same_bytes_as_one(
 
 def test_the_next_inputs_are_pulled_while_the_first_request_computes(split: tuple[Desk, Instance, Instance]) -> None:
     desk = split[0]
-    first = desk.submit("first", num_inference_steps=100, num_frames=33)
+    first = desk.submit("first", num_inference_steps=100, **LARGE)
     desk.until(lambda: bool(desk.said(Progress, first, Role.DENOISER)))
     second = desk.submit("second", num_inference_steps=2)
     desk.until(lambda: bool(desk.said(Fetched, second, Role.DENOISER)) or desk.views[first].state in ENDED)
@@ -269,10 +272,9 @@ def test_the_next_inputs_are_pulled_while_the_first_request_computes(split: tupl
 
 def test_cancelling_stops_the_steps_and_frees_slot_and_pool(universal: tuple[Desk, Instance]) -> None:
     desk, instance = universal
-    large = {"height": 128, "width": 128, "num_frames": 33}  # a step takes longer than a word between processes
-    request = desk.submit("cancelled", num_inference_steps=100, **large)
+    request = desk.submit("cancelled", num_inference_steps=100, **LARGE)
     desk.until(lambda: bool(desk.said(Progress, request, Role.DENOISER)))
-    instance.process.send_signal(signal.SIGSTOP)  # or it would get further while nobody here is at work
+    freeze(instance.process.pid)  # or it would get further while nobody here is at work
     desk.listen(0.5)
     reached = desk.step(request)
     desk.feed(CancelRequest(request=request))

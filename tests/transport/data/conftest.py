@@ -17,6 +17,7 @@ import msgspec
 import pytest
 import torch
 
+from tests.freezing import freeze
 from triptych.config import TransferConfig
 from triptych.ids import Epoch, InstanceId
 from triptych.transport.data.plane import open_plane
@@ -60,8 +61,11 @@ class Sender:
         """Bytes that its pool uses after."""
         return int(self._ask(release=manifest.copy))
 
-    def signal(self, number: int) -> None:
-        self.process.send_signal(number)
+    def freeze(self) -> None:
+        freeze(self.process.pid)
+
+    def wake(self) -> None:
+        self.process.send_signal(signal.SIGCONT)
 
     def kill(self) -> None:
         self.process.kill()
@@ -74,7 +78,7 @@ class Sender:
         if self.process.poll() is None:
             self.process.send_signal(signal.SIGCONT)
         self.process.stdin.close()
-        status = self.process.wait(20)
+        status = self.process.wait(60)
         self.process.stdout.close()
         return status
 
@@ -132,7 +136,7 @@ def open_here() -> Iterator[Callable[..., DataPlane]]:
 
 @pytest.fixture(scope="session")
 def pull() -> Callable[..., Pull]:
-    def pull(plane: DataPlane, manifest: Manifest, seconds: float = 10.0) -> Pull:
+    def pull(plane: DataPlane, manifest: Manifest, seconds: float = 60.0) -> Pull:
         return plane.pull(manifest, deadline=time.monotonic() + seconds, cancelled=lambda: False)
 
     return pull

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import random
-import signal
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -47,7 +46,7 @@ def plane(opened: DataPlane) -> Iterator[DataPlane]:
     until_drained(opened)
 
 
-def until_drained(plane: DataPlane, seconds: float = 20.0) -> None:
+def until_drained(plane: DataPlane, seconds: float = 60.0) -> None:
     deadline = time.monotonic() + seconds
     while plane.used_bytes and time.monotonic() < deadline:
         time.sleep(0.01)
@@ -195,14 +194,14 @@ def test_a_sender_that_freezes_holds_back_only_the_memory_it_may_still_write_to(
     frozen = send("freezing", "mooncake")
     manifest = frozen.stage()
     pull(plane, manifest)
-    frozen.signal(signal.SIGSTOP)
+    frozen.freeze()
     with pytest.raises(TransferError, match="the deadline passed") as caught:
         pull(plane, manifest, 0.5)
     assert not caught.value.drained
     assert plane.used_bytes > 0
     plane.check_integrity()
     pull(plane, sender.stage())  # others are served meanwhile
-    frozen.signal(signal.SIGCONT)
+    frozen.wake()
     until_drained(plane)
     pull(plane, manifest)
 
@@ -211,12 +210,12 @@ def test_a_pull_from_a_frozen_sender_can_be_cancelled(plane: DataPlane, send: Se
     frozen = send("freezing-2", "mooncake")
     manifest = frozen.stage()
     pull(plane, manifest)
-    frozen.signal(signal.SIGSTOP)
+    frozen.freeze()
     end = time.monotonic() + 0.3
     started = time.monotonic()
     with pytest.raises(TransferError, match="cancelled"):
         plane.pull(manifest, deadline=started + 60, cancelled=lambda: time.monotonic() > end)
-    assert time.monotonic() - started < 10
+    assert time.monotonic() - started < 30  # not by the deadline
     frozen.kill()
     until_drained(plane)
 
