@@ -178,12 +178,12 @@ class House:
     def open(self) -> None:
         """Return once the server is ready."""
         self._start(lambda: asyncio.run(self._serve()))
-        assert self._up.wait(20)
+        assert self._up.wait(60)
         for painter in self._staff():
             self._painters.append(painter)
             self._start(painter.run)
         with Client(self.url) as client:
-            client.wait_ready(20)
+            client.wait_ready(60)
 
     def _staff(self) -> Iterator[NoopInstance]:
         """The instances that serve here."""
@@ -202,10 +202,10 @@ class House:
         for painter in self._painters:
             painter.stop()
         for thread in self._threads[1:]:
-            thread.join(10)
+            thread.join(60)
         assert self._server is not None
         self._server.should_exit = True
-        self._threads[0].join(20)
+        self._threads[0].join(60)
         assert not any(thread.is_alive() for thread in self._threads)
 
     def _start(self, target: Any) -> None:

@@ -12,13 +12,14 @@ from typing import Any
 import httpx
 import pytest
 
+from tests import asking
 from triptych.api import events
 from triptych.core.instance_events import Stepped
 
 
 @pytest.fixture
 def http(house: Any) -> Iterator[httpx.Client]:
-    with httpx.Client(base_url=house.url, timeout=20) as client:
+    with httpx.Client(base_url=house.url, timeout=60) as client:
         yield client
 
 
@@ -34,7 +35,7 @@ def read(lines: Iterator[str]) -> Iterator[tuple[str, dict[str, Any]]]:
 
 def held(house: Any, job: str) -> Any:
     """The denoiser stage of a job that waits to be let go."""
-    deadline = time.monotonic() + 10
+    deadline = time.monotonic() + 60
     while True:
         found = [lease for lease in list(house.held) if lease.request == job]
         if found:
@@ -140,7 +141,7 @@ def test_deleting_a_job_ends_its_streams(http: httpx.Client, house: Any) -> None
     with http.stream("GET", f"/v1/videos/{job}/events") as response:
         stream = read(response.iter_lines())
         next(stream)
-        httpx.delete(f"{house.url}/v1/videos/{job}")
+        asking.delete(f"{house.url}/v1/videos/{job}")
         name, data = list(stream)[-1]
     assert (name, data["status"], data["error"]["code"]) == ("failed", "failed", "cancelled")
     house.held.clear()
@@ -201,7 +202,7 @@ def test_the_events_of_nothing_are_not_found(http: httpx.Client) -> None:
     assert http.get("/v1/videos/video_0/events").status_code == 404
 
 
-def until(condition: Any, seconds: float = 20) -> None:
+def until(condition: Any, seconds: float = 60) -> None:
     deadline = time.monotonic() + seconds
     while not condition():
         assert time.monotonic() < deadline

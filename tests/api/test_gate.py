@@ -17,7 +17,7 @@ HEAD = b"POST /v1/videos HTTP/1.1\r\nhost: x\r\ncontent-type: application/json\r
 
 def test_a_body_that_stalls_is_given_up(house: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(gate, "STALL_SECONDS", 0.3)
-    with socket.create_connection(("127.0.0.1", house.config.port), timeout=10) as wire:
+    with socket.create_connection(("127.0.0.1", house.config.port), timeout=60) as wire:
         wire.sendall(HEAD + b'{"prompt"')
         answer = b"".join(iter(lambda: wire.recv(65536), b""))  # until the server closes
     assert answer.startswith(b"HTTP/1.1 408 ")
@@ -29,7 +29,7 @@ def test_a_body_that_comes_byte_by_byte_is_given_up_though_it_never_pauses(
     house: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(gate, "STALL_SECONDS", 2.0)
-    with socket.create_connection(("127.0.0.1", house.config.port), timeout=10) as wire:
+    with socket.create_connection(("127.0.0.1", house.config.port), timeout=60) as wire:
         wire.sendall(HEAD.replace(b" 100", b" 100000"))
         answer = dribble(wire, b"x")
     assert answer.startswith(b"HTTP/1.1 408 ")
@@ -38,9 +38,9 @@ def test_a_body_that_comes_byte_by_byte_is_given_up_though_it_never_pauses(
 
 def test_a_client_that_breaks_off_its_body_is_no_error(house: Any, caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level(logging.INFO, logger="triptych.api")
-    with socket.create_connection(("127.0.0.1", house.config.port), timeout=10) as wire:
+    with socket.create_connection(("127.0.0.1", house.config.port), timeout=60) as wire:
         wire.sendall(HEAD + b'{"prompt"')
-    with httpx.Client(base_url=house.url) as http:
+    with httpx.Client(base_url=house.url, timeout=60) as http:
         while "hung up" not in caplog.text:
             assert http.get("/health").status_code == 200
         assert 'status="499"' in http.get("/metrics").text
@@ -48,7 +48,7 @@ def test_a_client_that_breaks_off_its_body_is_no_error(house: Any, caplog: pytes
 
 
 def test_every_answer_carries_an_id_of_its_own(house: Any) -> None:
-    with httpx.Client(base_url=house.url) as http:
+    with httpx.Client(base_url=house.url, timeout=60) as http:
         ids = {http.get(path).headers["x-request-id"] for path in ("/health", "/nothing", "/v1/videos?limit=0")}
         assert len(ids) == 3
         assert http.get("/health", headers={"x-request-id": "trace-1"}).headers["x-request-id"] == "trace-1"
@@ -60,6 +60,6 @@ def test_every_answer_carries_an_id_of_its_own(house: Any) -> None:
 )
 def test_no_other_origin_is_let_in(house: Any, method: str, path: str) -> None:
     asking = {"origin": "https://elsewhere.example", "access-control-request-method": "POST"}
-    with httpx.Client(base_url=house.url) as http:
+    with httpx.Client(base_url=house.url, timeout=60) as http:
         answer = http.request(method, path, headers=asking, json={"prompt": "a cat"} if method == "POST" else None)
     assert not [name for name in answer.headers if name.startswith("access-control")]

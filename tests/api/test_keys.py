@@ -10,6 +10,7 @@ import httpx
 import openai
 import pytest
 
+from tests import asking
 from triptych.client import Client, RequestRefused
 from triptych.config import ServerConfig
 from triptych.errors import ConfigError
@@ -54,7 +55,7 @@ def test_every_key_opens_the_door(guarded: Any, key: str) -> None:
 def test_an_outsider_is_refused_in_openais_form(guarded: Any, headers: dict[str, str]) -> None:
     encoded = {name: value.encode("latin-1") for name, value in headers.items()}
     for method, path in (("GET", "/v1/models"), ("POST", "/v1/videos"), ("GET", "/metrics"), ("GET", "/nothing")):
-        response = httpx.request(method, guarded.url + path, headers=encoded)
+        response = asking.request(method, guarded.url + path, headers=encoded)
         assert response.status_code == 401
         assert response.headers["www-authenticate"] == "Bearer"
         assert response.json()["error"]["code"] == "invalid_api_key"
@@ -72,20 +73,20 @@ def test_the_sdk_and_the_client_tell_a_wrong_key(guarded: Any) -> None:
 
 
 def test_health_and_readiness_are_open_but_reasons_are_not(guarded: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    assert httpx.get(f"{guarded.url}/health").status_code == 200
-    assert httpx.get(f"{guarded.url}/ready").json() == {"ready": True, "reasons": []}
+    assert asking.get(f"{guarded.url}/health").status_code == 200
+    assert asking.get(f"{guarded.url}/ready").json() == {"ready": True, "reasons": []}
     reasons = guarded.service.readiness().__class__(ready=False, reasons=("tcp://10.0.0.9:19000 is missing",))
     monkeypatch.setattr(guarded.service, "readiness", lambda: reasons)
-    outside = httpx.get(f"{guarded.url}/ready")
+    outside = asking.get(f"{guarded.url}/ready")
     assert outside.status_code == 503
     assert "10.0.0.9" not in outside.text
-    assert "10.0.0.9" in httpx.get(f"{guarded.url}/ready", headers=bearer(KEYS[0])).text
+    assert "10.0.0.9" in asking.get(f"{guarded.url}/ready", headers=bearer(KEYS[0])).text
 
 
 def test_a_key_has_only_so_much_under_way(guarded: Any) -> None:
     with (
-        httpx.Client(base_url=guarded.url, headers=bearer(KEYS[0])) as first,
-        httpx.Client(base_url=guarded.url, headers=bearer(KEYS[1])) as second,
+        httpx.Client(base_url=guarded.url, timeout=60, headers=bearer(KEYS[0])) as first,
+        httpx.Client(base_url=guarded.url, timeout=60, headers=bearer(KEYS[1])) as second,
     ):
         jobs = [first.post("/v1/videos", json={"prompt": f"slow {i}"}).json()["id"] for i in range(2)]
         refused = first.post("/v1/videos", json={"prompt": "slow"})
@@ -104,7 +105,7 @@ def test_a_key_has_only_so_much_under_way(guarded: Any) -> None:
 
 
 def test_the_document_says_that_a_key_is_needed(guarded: Any) -> None:
-    document = httpx.get(f"{guarded.url}/openapi.json", headers=bearer(KEYS[0])).json()
+    document = asking.get(f"{guarded.url}/openapi.json", headers=bearer(KEYS[0])).json()
     assert document["components"]["securitySchemes"]["key"]["scheme"] == "bearer"
     assert "401" in document["paths"]["/v1/videos"]["post"]["responses"]
     assert "security" not in document["paths"]["/health"]["get"]
@@ -112,11 +113,11 @@ def test_the_document_says_that_a_key_is_needed(guarded: Any) -> None:
 
 def test_no_answer_and_no_record_holds_a_key(guarded: Any) -> None:
     headers = bearer(KEYS[0])
-    job = httpx.post(f"{guarded.url}/v1/videos", json={"prompt": "a cat"}, headers=headers).json()["id"]
+    job = asking.post(f"{guarded.url}/v1/videos", json={"prompt": "a cat"}, headers=headers).json()["id"]
     record = guarded.service.get(job)
     assert KEYS[0] not in repr(record)
     for path in ("/server_info", "/metrics", f"/v1/videos/{job}"):
-        text = httpx.get(guarded.url + path, headers=headers).text
+        text = asking.get(guarded.url + path, headers=headers).text
         assert KEYS[0] not in text
         assert DIGESTS[0] not in text
 

@@ -11,6 +11,7 @@ from typing import Any
 import httpx
 import pytest
 
+from tests import asking
 from tests.server.test_journal import limit_pages
 from triptych.config import KEY_PREFIX
 
@@ -20,11 +21,11 @@ DIGEST = KEY_PREFIX + hashlib.sha256(KEY.encode()).hexdigest()
 
 def post(house: Any, prompt: str, **fields: Any) -> httpx.Response:
     headers = {"authorization": f"Bearer {KEY}"}
-    return httpx.post(f"{house.url}/v1/videos", json={"prompt": prompt, **fields}, headers=headers, timeout=20)
+    return asking.post(f"{house.url}/v1/videos", json={"prompt": prompt, **fields}, headers=headers)
 
 
 def until(condition: Any) -> None:
-    deadline = time.monotonic() + 10
+    deadline = time.monotonic() + 60
     while not condition():
         assert time.monotonic() < deadline
         time.sleep(0.01)
@@ -46,11 +47,11 @@ def test_a_full_queue_refuses_and_takes_again_when_it_has_room(queue_of_two: Any
     assert refused.status_code == 429
     assert "--max-queue" in refused.json()["error"]["message"]
     assert int(refused.headers["retry-after"]) >= 1
-    httpx.delete(f"{house.url}/v1/videos/{waiting[0].json()['id']}")
+    asking.delete(f"{house.url}/v1/videos/{waiting[0].json()['id']}")
     accepted = post(house, "slow")
     assert accepted.status_code == 200
     for answer in (*running, waiting[1], accepted):
-        httpx.delete(f"{house.url}/v1/videos/{answer.json()['id']}")
+        asking.delete(f"{house.url}/v1/videos/{answer.json()['id']}")
     house.held.clear()
 
 
@@ -66,7 +67,7 @@ def test_a_job_that_cannot_be_written_down_is_refused_with_507_and_others_go_on(
         refused = [answer for answer in answers if answer.status_code != 200]
         assert {(answer.status_code, answer.json()["error"]["code"]) for answer in refused} == {(507, "storage_full")}
         assert "state" in refused[0].json()["error"]["message"]
-        listed = httpx.get(f"{house.url}/v1/videos?limit=100", headers={"authorization": f"Bearer {KEY}"}).json()
+        listed = asking.get(f"{house.url}/v1/videos?limit=100", headers={"authorization": f"Bearer {KEY}"}).json()
         assert len(listed["data"]) == 1 + len(answers) - len(refused)
         limit_pages(journal, 10_000)
         assert post(house, "a cat").status_code == 200
@@ -84,7 +85,7 @@ def test_who_would_wait_longer_than_is_allowed_is_told_when_to_come_again(make_h
         assert refused.status_code == 429
         assert "would wait for about" in refused.json()["error"]["message"]
         assert int(refused.headers["retry-after"]) >= 1
-        httpx.delete(f"{house.url}/v1/videos/{job}")
+        asking.delete(f"{house.url}/v1/videos/{job}")
         until(lambda: post(house, "a cat").status_code == 200)  # forecasts are half a second old at most
 
 
@@ -95,7 +96,7 @@ def test_a_request_that_would_wait_beyond_its_own_queue_timeout_is_not_taken_in(
     job = post(house, "slow").json()["id"]
     until(lambda: house.held)
     assert post(house, "a cat", queue_timeout=1e-7).status_code == 429
-    httpx.delete(f"{house.url}/v1/videos/{job}")
+    asking.delete(f"{house.url}/v1/videos/{job}")
     house.held.clear()
 
 

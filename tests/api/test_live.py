@@ -16,7 +16,7 @@ CLIP = bytes(range(256)) * 40
 
 @pytest.fixture
 def http(house: Any) -> Iterator[httpx.Client]:
-    with httpx.Client(base_url=house.url, timeout=20) as client:
+    with httpx.Client(base_url=house.url, timeout=60) as client:
         yield client
 
 
@@ -28,7 +28,7 @@ def content(http: httpx.Client) -> str:
     return f"/v1/videos/{video['id']}/content"
 
 
-def until(condition: Callable[[], bool], seconds: float = 20) -> None:
+def until(condition: Callable[[], bool], seconds: float = 60) -> None:
     deadline = time.monotonic() + seconds
     while not condition():
         assert time.monotonic() < deadline

@@ -7,10 +7,11 @@ import io
 from collections.abc import Iterator
 from typing import Any
 
-import httpx
 import openai
 import pytest
 from PIL import Image
+
+from tests import asking
 
 pytestmark = pytest.mark.filterwarnings("ignore:The Sora API is scheduled:DeprecationWarning")
 
@@ -182,7 +183,7 @@ def test_images_come_as_bytes_or_by_address(sdk: openai.OpenAI, house: Any) -> N
     linked = sdk.images.generate(prompt="a cat", model="/models/painter", response_format="url")
     assert linked.data is not None
     assert linked.data[0].url is not None
-    fetched = httpx.get(linked.data[0].url)
+    fetched = asking.get(linked.data[0].url)
     assert fetched.headers["content-type"] == "image/png"
     assert Image.open(io.BytesIO(fetched.content)).size == (96, 64)
     assert house.seen[-1][0]["num_frames"] == 1

@@ -14,6 +14,7 @@ import msgspec
 import pytest
 from PIL import Image
 
+from tests import asking
 from triptych.api.body import Body
 from triptych.api.references import References
 from triptych.config import ServerConfig
@@ -41,8 +42,8 @@ def finished(house: Any, response: httpx.Response) -> tuple[dict[str, Any], tupl
     assert response.status_code == 200, response.text
     answer = response.json()
     task = answer.get("task_id") or answer["id"]
-    deadline = time.monotonic() + 10
-    while httpx.get(f"{house.url}/v1/tasks/{task}/status").json()["status"] != "completed":
+    deadline = time.monotonic() + 60
+    while asking.get(f"{house.url}/v1/tasks/{task}/status").json()["status"] != "completed":
         assert time.monotonic() < deadline
         time.sleep(0.02)
     return house.seen[-1]
@@ -53,20 +54,20 @@ def test_several_pictures_keep_their_order(album: Any, picture: bytes) -> None:
     Image.new("RGB", (4, 4)).save(other, "JPEG")
     second = other.getvalue()
     body = {"prompt": "a cat", "image": [url_of(picture), {"image_url": url_of(second)}]}
-    params, blobs = finished(album, httpx.post(f"{album.url}/v1/videos", json=body))
+    params, blobs = finished(album, asking.post(f"{album.url}/v1/videos", json=body))
     assert params["image"] == [{"blob": 0}, {"blob": 1}]
     assert blobs == (picture, second)
     files = [("image[]", ("a", second)), ("image[]", ("b", picture)), ("prompt", (None, "a"))]
-    params, blobs = finished(album, httpx.post(f"{album.url}/v1/videos", files=files))
+    params, blobs = finished(album, asking.post(f"{album.url}/v1/videos", files=files))
     assert blobs == (second, picture)
     task = {"prompt": "a cat", "image_path": [url_of(picture), "in/cat.png"]}
-    params, blobs = finished(album, httpx.post(f"{album.url}/v1/tasks/video/", json=task))
+    params, blobs = finished(album, asking.post(f"{album.url}/v1/tasks/video/", json=task))
     assert blobs == (picture, picture)
 
 
 def test_a_form_may_name_a_picture(album: Any, picture: bytes) -> None:
     form = {"prompt": (None, "a"), "input_reference[image_url]": (None, url_of(picture))}
-    _, blobs = finished(album, httpx.post(f"{album.url}/v1/videos", files=form))
+    _, blobs = finished(album, asking.post(f"{album.url}/v1/videos", files=form))
     assert blobs == (picture,)
 
 
@@ -76,50 +77,50 @@ def test_a_form_may_name_several_pictures(album: Any, picture: bytes) -> None:
     second = other.getvalue()
     for name in ("image", "image[]", "image[image_url]", "input_reference[][image_url]"):
         files = [(name, (None, url_of(second))), (name, (None, url_of(picture))), ("prompt", (None, "a"))]
-        _, blobs = finished(album, httpx.post(f"{album.url}/v1/videos", files=files))
+        _, blobs = finished(album, asking.post(f"{album.url}/v1/videos", files=files))
         assert blobs == (second, picture)
     _, blobs = finished(
-        album, httpx.post(f"{album.url}/v1/videos", files={"prompt": (None, "a"), "image[]": (None, url_of(picture))})
+        album, asking.post(f"{album.url}/v1/videos", files={"prompt": (None, "a"), "image[]": (None, url_of(picture))})
     )
     assert blobs == (picture,)
 
 
 def test_null_in_a_remix_keeps_what_the_source_has(album: Any, picture: bytes) -> None:
     first = {"prompt": "a cat", "size": "256x64", "seconds": 3, "seed": 5, "image": [url_of(picture)]}
-    source = httpx.post(f"{album.url}/v1/videos", json=first)
+    source = asking.post(f"{album.url}/v1/videos", json=first)
     before, _ = finished(album, source)
     nothing = dict.fromkeys(("size", "seconds", "seed", "width", "num_frames", "input_reference", "image", "model"))
     path = f"{album.url}/v1/videos/{source.json()['id']}/remix"
-    answer = httpx.post(path, json={"prompt": "a dog", **nothing})
+    answer = asking.post(path, json={"prompt": "a dog", **nothing})
     after, blobs = finished(album, answer)
     assert after == {**before, "prompt": "a dog"}
     assert blobs == (picture,)
     assert answer.json()["seconds"] == source.json()["seconds"] == "3"
-    assert httpx.post(path, json={"prompt": None}).json()["error"]["param"] == "prompt"
-    assert httpx.post(path, json={"prompt": "a dog", "sise": None}).json()["error"]["param"] == "sise"
+    assert asking.post(path, json={"prompt": None}).json()["error"]["param"] == "prompt"
+    assert asking.post(path, json={"prompt": "a dog", "sise": None}).json()["error"]["param"] == "sise"
 
 
 def test_a_remix_may_bring_another_picture(album: Any, picture: bytes) -> None:
-    source = httpx.post(f"{album.url}/v1/videos", json={"prompt": "a cat", "image": [url_of(picture)] * 2})
+    source = asking.post(f"{album.url}/v1/videos", json={"prompt": "a cat", "image": [url_of(picture)] * 2})
     finished(album, source)
     path = f"{album.url}/v1/videos/{source.json()['id']}/remix"
-    _, blobs = finished(album, httpx.post(path, json={"prompt": "a dog"}))
+    _, blobs = finished(album, asking.post(path, json={"prompt": "a dog"}))
     assert blobs == (picture, picture)
-    _, blobs = finished(album, httpx.post(path, json={"prompt": "a dog", "input_reference": url_of(picture)}))
+    _, blobs = finished(album, asking.post(path, json={"prompt": "a dog", "input_reference": url_of(picture)}))
     assert blobs == (picture,)
-    _, blobs = finished(album, httpx.post(path, files={"prompt": (None, "a dog"), "image": ("a", picture)}))
+    _, blobs = finished(album, asking.post(path, files={"prompt": (None, "a dog"), "image": ("a", picture)}))
     assert blobs == (picture,)
 
 
 def test_too_many_pictures_are_refused(album: Any, picture: bytes) -> None:
     for count, reason in ((4, "at most 3"), (9, "1 to 8"), (0, "1 to 8")):
-        response = httpx.post(f"{album.url}/v1/videos", json={"prompt": "a", "image": [url_of(picture)] * count})
+        response = asking.post(f"{album.url}/v1/videos", json={"prompt": "a", "image": [url_of(picture)] * count})
         assert response.status_code == 400
         assert reason in response.json()["error"]["message"]
 
 
 def test_only_the_task_api_reads_paths(album: Any) -> None:
-    response = httpx.post(f"{album.url}/v1/videos", json={"prompt": "a", "image": "in/cat.png"})
+    response = asking.post(f"{album.url}/v1/videos", json={"prompt": "a", "image": "in/cat.png"})
     assert response.status_code == 400
     assert "a data URL" in response.json()["error"]["message"]
 
@@ -129,7 +130,7 @@ def test_a_large_picture_fits_into_a_form_field(album: Any) -> None:
     Image.effect_noise((1200, 1200), 100).convert("RGB").save(buffer, "PNG")
     assert len(buffer.getvalue()) > 1 << 20
     form = {"prompt": (None, "a"), "image": (None, url_of(buffer.getvalue()))}
-    _, blobs = finished(album, httpx.post(f"{album.url}/v1/videos", files=form, timeout=20))
+    _, blobs = finished(album, asking.post(f"{album.url}/v1/videos", files=form))
     assert blobs == (buffer.getvalue(),)
 
 

@@ -14,6 +14,7 @@ import msgspec
 import pytest
 from PIL import Image
 
+from tests import asking
 from triptych.api.app import create_app
 from triptych.config import ServerConfig
 from triptych.ids import Role
@@ -179,7 +180,7 @@ async def test_a_bad_field_is_named(door: Door, fields: dict[str, Any], param: s
 
 def test_no_bad_request_reaches_a_role_instance(make_house: Callable[..., Any]) -> None:
     assert len(BAD_FIELDS) >= 40
-    with make_house(accepts=SCHEMA) as house, httpx.Client(base_url=house.url, timeout=20) as http:
+    with make_house(accepts=SCHEMA) as house, httpx.Client(base_url=house.url, timeout=60) as http:
         for fields, param, _ in BAD_FIELDS:
             body = json.dumps({"prompt": "a cat", **fields})
             answer = http.post("/v1/videos", content=body, headers={"content-type": "application/json"})
@@ -409,7 +410,7 @@ def test_what_no_pool_of_a_live_instance_can_hold_is_refused_with_its_size(make_
 
         def post(frames: int) -> httpx.Response:
             body = {"prompt": "a", "size": "256x256", "num_frames": frames}
-            return httpx.post(f"{house.url}/v1/videos", json=body, timeout=20)
+            return asking.post(f"{house.url}/v1/videos", json=body)
 
         pool = house.service.info()["instances"][0]["pool_bytes"]
         assert pool == 4 * 16 * 16 * 32 * 32

@@ -52,7 +52,7 @@ class Known:
 @pytest.fixture(scope="module")
 def known(lab: Any) -> Iterator[Known]:
     """What the laboratory has."""
-    with httpx.Client(base_url=lab.url, timeout=20) as http:
+    with httpx.Client(base_url=lab.url, timeout=60) as http:
         yield Known(http)
 
 
@@ -106,7 +106,7 @@ def test_no_made_up_request_breaks_the_server_or_the_document(lab: Any, known: K
             if real and case.path_parameters:
                 case.path_parameters = {name: known.get(name, case.method) for name in case.path_parameters}
             give_time(case.body)
-            response = case.call(timeout=20)
+            response = case.call(timeout=60)
             counts[operation.label] += 1
             judges = [*always, verdict] if judged(case, response, fits=fits) else always
             case.validate_response(response, checks=judges)

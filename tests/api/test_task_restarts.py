@@ -10,6 +10,7 @@ from typing import Any
 
 import httpx
 
+from tests import asking
 from tests.api.conftest import House, schema
 from tests.server.house import QUICK
 
@@ -20,14 +21,14 @@ def life(folder: Path, ports: tuple[int, ...]) -> Iterator[tuple[House, httpx.Cl
     house = House(folder / "media", schema(with_count=True), state_dir=folder / "state", task_ports=ports, router=QUICK)
     house.open()
     try:
-        with httpx.Client(base_url=house.url, timeout=20) as http:
+        with httpx.Client(base_url=house.url, timeout=60) as http:
             yield house, http
     finally:
         house.close()
 
 
 def until(true: Callable[[], object], what: str) -> None:
-    deadline = time.monotonic() + 20
+    deadline = time.monotonic() + 60
     while not true():
         assert time.monotonic() < deadline, f"waited in vain for {what}"
         time.sleep(0.02)
@@ -50,7 +51,7 @@ def test_a_task_is_found_and_saved_by_the_next_life_of_the_server(tmp_path: Path
         (house.folder / "a" / "done.mp4").rename(tmp_path / "collected.mp4")
         payload = {"prompt": "slow", "save_result_path": "a/late.mp4"}
         doors = [f"http://127.0.0.1:{port}/v1/tasks/video/" for port in task_ports]
-        (late,) = {httpx.post(door, json=payload).json()["task_id"] for door in doors}
+        (late,) = {asking.post(door, json=payload).json()["task_id"] for door in doors}
         post(http, prompt="slow", task_id="stopped")
         until(lambda: len(house.held) == 2, "both slow tasks")
     with life(tmp_path, task_ports) as (house, http):

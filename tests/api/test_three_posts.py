@@ -7,10 +7,10 @@ import time
 from collections.abc import Callable, Iterator
 from typing import Any
 
-import httpx
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
+from tests import asking
 from triptych.api import task_events, tickets
 from triptych.config import METRICS_OFFSET, ServerConfig
 from triptych.errors import ConfigError
@@ -32,15 +32,15 @@ def url(house: Any, part: str) -> str:
 
 
 def post(house: Any, part: str, payload: dict[str, Any]) -> dict[str, Any]:
-    response = httpx.post(f"{url(house, part)}/v1/tasks/video/", json=payload)
+    response = asking.post(f"{url(house, part)}/v1/tasks/video/", json=payload)
     assert response.status_code == 200, response.text
     return response.json()
 
 
 def poll(house: Any, part: str, task: str) -> dict[str, Any]:
-    deadline = time.monotonic() + 10
+    deadline = time.monotonic() + 60
     while True:
-        status = httpx.get(f"{url(house, part)}/v1/tasks/{task}/status").json()
+        status = asking.get(f"{url(house, part)}/v1/tasks/{task}/status").json()
         if status["status"] in ("completed", "failed", "cancelled"):
             return status
         assert time.monotonic() < deadline
@@ -63,14 +63,14 @@ def test_three_posts_make_one_video_that_the_decoder_tells_of(trio: Any) -> None
         "save_result_path": "save_results/wan_t2v.mp4",
     }
     post(trio, "transformer", payload)
-    assert httpx.get(f"{url(trio, 'decoder')}/v1/tasks/{task['task_id']}/status").json()["status"] == "pending"
+    assert asking.get(f"{url(trio, 'decoder')}/v1/tasks/{task['task_id']}/status").json()["status"] == "pending"
     assert len(trio.seen) == made
     post(trio, "encoder", payload)
     status = poll(trio, "decoder", task["task_id"])
     assert (status["status"], status["error"]) == ("completed", None)
     assert len(trio.seen) == made + 1
     assert (trio.folder / status["save_result_path"]).read_bytes() == trio.clip
-    assert httpx.get(f"{url(trio, 'decoder')}/v1/tasks/{task['task_id']}/result").content == trio.clip
+    assert asking.get(f"{url(trio, 'decoder')}/v1/tasks/{task['task_id']}/result").content == trio.clip
 
 
 def test_two_clients_that_interleave_get_their_own_prompts_back(trio: Any) -> None:
@@ -112,7 +112,7 @@ def test_a_task_id_of_the_clients_own_is_kept(trio: Any) -> None:
     for part in ORDER:
         assert post(trio, part, {"prompt": "a cat", "task_id": "own"})["task_id"] == "own"
     assert poll(trio, "decoder", "own")["status"] == "completed"
-    response = httpx.post(f"{url(trio, 'decoder')}/v1/tasks/video/", json={"prompt": "a dog", "task_id": "own"})
+    response = asking.post(f"{url(trio, 'decoder')}/v1/tasks/video/", json={"prompt": "a dog", "task_id": "own"})
     assert response.status_code == 409
 
 
@@ -120,7 +120,7 @@ def test_posts_that_are_repeated_under_one_key_lead_to_the_first_ones_job(trio: 
     made = len(trio.seen)
     payload, headers = {"prompt": "a cat"}, {"Idempotency-Key": "three posts"}
     first, second = (
-        {httpx.post(f"{url(trio, p)}/v1/tasks/video/", json=payload, headers=headers).json()["task_id"] for p in ORDER}
+        {asking.post(f"{url(trio, p)}/v1/tasks/video/", json=payload, headers=headers).json()["task_id"] for p in ORDER}
         for _ in range(2)
     )
     for (task,) in (first, second):
@@ -134,22 +134,22 @@ def test_a_post_that_stays_alone_ends_with_the_reason(trio: Any, monkeypatch: py
     status = poll(trio, "decoder", task)
     assert (status["status"], status["error_type"]) == ("failed", "unmatched")
     assert "encoder and transformer" in status["error"]
-    events = httpx.get(f"{trio.url}/v1/tasks/{task}/events").text
+    events = asking.get(f"{trio.url}/v1/tasks/{task}/events").text
     assert "event: failed" in events
-    assert task in httpx.get(f"{trio.url}/v1/tasks/").json()
+    assert task in asking.get(f"{trio.url}/v1/tasks/").json()
 
 
 def test_a_post_that_waits_can_be_stopped(trio: Any) -> None:
     task = post(trio, "decoder", {"prompt": "never mind"})["task_id"]
-    assert httpx.delete(f"{url(trio, 'decoder')}/v1/tasks/{task}").json()["stop_status"] == "success"
-    assert httpx.get(f"{trio.url}/v1/tasks/{task}/status").json()["status"] == "cancelled"
-    assert httpx.delete(f"{trio.url}/v1/tasks/{task}").json()["stop_status"] == "do_nothing"
+    assert asking.delete(f"{url(trio, 'decoder')}/v1/tasks/{task}").json()["stop_status"] == "success"
+    assert asking.get(f"{trio.url}/v1/tasks/{task}/status").json()["status"] == "cancelled"
+    assert asking.delete(f"{trio.url}/v1/tasks/{task}").json()["stop_status"] == "do_nothing"
 
 
 def test_a_task_is_followed_from_its_first_post_on(trio: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(task_events, "REFRESH_SECONDS", 0.02)
     task = post(trio, "decoder", {"prompt": "followed"})["task_id"]
-    with httpx.stream("GET", f"{trio.url}/v1/tasks/{task}/events") as response:
+    with asking.stream("GET", f"{trio.url}/v1/tasks/{task}/events") as response:
         lines = response.iter_lines()
         assert next(lines) == "event: queued"
         post(trio, "transformer", {"prompt": "followed"})
@@ -160,19 +160,19 @@ def test_a_task_is_followed_from_its_first_post_on(trio: Any, monkeypatch: pytes
 
 
 def test_the_door_itself_takes_whole_tasks(trio: Any) -> None:
-    task = httpx.post(f"{trio.url}/v1/tasks/video/", json={"prompt": "whole"}).json()["task_id"]
+    task = asking.post(f"{trio.url}/v1/tasks/video/", json={"prompt": "whole"}).json()["task_id"]
     assert poll(trio, "decoder", task)["status"] == "completed"
 
 
 def test_a_bad_field_is_refused_on_every_port(trio: Any) -> None:
     for part in ORDER:
-        response = httpx.post(f"{url(trio, part)}/v1/tasks/video/", json={"prompt": "a", "infer_steps": 0})
+        response = asking.post(f"{url(trio, part)}/v1/tasks/video/", json={"prompt": "a", "infer_steps": 0})
         assert response.status_code == 400
 
 
 def test_metrics_lie_ten_thousand_above(trio: Any) -> None:
     for port in trio.config.task_ports:
-        text = httpx.get(f"http://127.0.0.1:{port + METRICS_OFFSET}/metrics").text
+        text = asking.get(f"http://127.0.0.1:{port + METRICS_OFFSET}/metrics").text
         assert "triptych_requests" in {family.name for family in text_string_to_metric_families(text)}
 
 
@@ -186,14 +186,14 @@ def test_ports_that_cannot_be_are_refused(ports: tuple[int, int, int], reason: s
 
 
 def test_a_task_that_is_refused_at_its_last_post_says_why(trio: Any) -> None:
-    slow = [httpx.post(f"{trio.url}/v1/videos", json={"prompt": f"slow {i}"}).json()["id"] for i in range(MOST_LIVE)]
+    slow = [asking.post(f"{trio.url}/v1/videos", json={"prompt": f"slow {i}"}).json()["id"] for i in range(MOST_LIVE)]
     task = post(trio, "decoder", {"prompt": "too much"})["task_id"]
     post(trio, "transformer", {"prompt": "too much"})
-    response = httpx.post(f"{url(trio, 'encoder')}/v1/tasks/video/", json={"prompt": "too much"})
+    response = asking.post(f"{url(trio, 'encoder')}/v1/tasks/video/", json={"prompt": "too much"})
     assert response.status_code == 429
     assert int(response.headers["retry-after"]) > 0
     status = poll(trio, "decoder", task)
     assert (status["status"], status["error_type"]) == ("failed", "too_busy")
     for job in slow:
-        httpx.delete(f"{trio.url}/v1/videos/{job}")
+        asking.delete(f"{trio.url}/v1/videos/{job}")
     trio.held.clear()

@@ -9,15 +9,17 @@ from typing import Any
 import httpx
 import pytest
 
+from tests import asking
+
 
 @pytest.fixture
 def http(house: Any) -> Iterator[httpx.Client]:
-    with httpx.Client(base_url=house.url, timeout=20) as client:
+    with httpx.Client(base_url=house.url, timeout=60) as client:
         yield client
 
 
 def ended(http: httpx.Client, job: str) -> dict[str, Any]:
-    deadline = time.monotonic() + 15
+    deadline = time.monotonic() + 60
     while (video := http.get(f"/v1/videos/{job}").json())["status"] in ("queued", "in_progress"):
         assert time.monotonic() < deadline
         time.sleep(0.02)
@@ -35,7 +37,7 @@ def test_a_run_timeout_of_its_own_ends_a_request_in_the_state_that_it_names_and_
     error = ended(http, job)["error"]
     assert error["code"] == "run_timeout"
     assert "(limit 1.5 s) in denoising_running" in error["message"]
-    deadline = time.monotonic() + 10
+    deadline = time.monotonic() + 60
     while free_slots(house) < 4:
         assert time.monotonic() < deadline
         time.sleep(0.02)
@@ -45,7 +47,7 @@ def test_a_run_timeout_of_its_own_ends_a_request_in_the_state_that_it_names_and_
 def test_a_queue_timeout_of_its_own_ends_a_request_that_waits(http: httpx.Client, house: Any) -> None:
     jobs = [http.post("/v1/videos", json={"prompt": "slow"}).json()["id"] for _ in range(4)]
     try:
-        deadline = time.monotonic() + 10
+        deadline = time.monotonic() + 60
         while len(house.held) < 4:
             assert time.monotonic() < deadline
             time.sleep(0.02)
@@ -85,8 +87,8 @@ def test_what_is_beyond_the_cap_or_no_time_at_all_is_refused(http: httpx.Client,
 def test_the_cap_is_the_operators(make_house: Any) -> None:
     with make_house(timeout_cap=5.0, run_timeout=2.0, queue_timeout=9.0) as house:
         for field, most in (("run_timeout", 5.0), ("queue_timeout", 9.0)):
-            assert httpx.post(f"{house.url}/v1/videos", json={"prompt": "a", field: most}).status_code == 200
-            refused = httpx.post(f"{house.url}/v1/videos", json={"prompt": "a", field: most + 1})
+            assert asking.post(f"{house.url}/v1/videos", json={"prompt": "a", field: most}).status_code == 200
+            refused = asking.post(f"{house.url}/v1/videos", json={"prompt": "a", field: most + 1})
             assert f"at most {most:g} seconds" in refused.json()["error"]["message"]
-        body = httpx.get(f"{house.url}/openapi.json").json()["components"]["schemas"]["VideoForm"]["properties"]
+        body = asking.get(f"{house.url}/openapi.json").json()["components"]["schemas"]["VideoForm"]["properties"]
         assert body["run_timeout"]["maximum"] == 5.0

@@ -13,9 +13,9 @@ import socket
 import time
 from collections.abc import Iterator
 
-import httpx
 import pytest
 
+from tests import asking
 from tests.e2e.chaos import BLOWS, PLANES, STATES, VICTIMS, Arena, Case, all_cases
 from tests.e2e.harness import Deployment, until
 
@@ -90,7 +90,7 @@ def test_a_job_that_is_deleted_in_any_state_leaves_nothing_behind(arenas: Arenas
     arena = arenas.get("shm")
     *others, (job, _) = arena.catch(state)
     api = arena.deployment.api
-    httpx.delete(f"{api.url}/v1/videos/{job}", trust_env=False).raise_for_status()
+    asking.delete(f"{api.url}/v1/videos/{job}", trust_env=False).raise_for_status()
     arena.holder(state).signal(signal.SIGCONT)
     arena.settle(others)
     nothing_goes_on(arena)

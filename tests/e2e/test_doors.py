@@ -11,11 +11,11 @@ import sys
 from typing import Any
 
 import av
-import httpx
 import pytest
 from openai import OpenAI
 from PIL import Image
 
+from tests import asking
 from tests.e2e.harness import Deployment, until
 from triptych.config import METRICS_OFFSET
 
@@ -119,7 +119,7 @@ def task_url(pool: Deployment, part: str) -> str:
 
 def post(pool: Deployment, part: str, payload: dict[str, Any]) -> str:
     """Post a task to the port of one role; its id."""
-    answer = httpx.post(f"{task_url(pool, part)}/v1/tasks/video/", json=payload)
+    answer = asking.post(f"{task_url(pool, part)}/v1/tasks/video/", json=payload)
     assert answer.status_code == 200, answer.text
     assert answer.json().keys() == {"task_id", "task_status", "save_result_path"}
     return answer.json()["task_id"]
@@ -129,7 +129,7 @@ def finished(pool: Deployment, task: str) -> dict[str, Any]:
     """Poll the decoder's port until the task is over, as the scripts do."""
 
     def look() -> dict[str, Any] | None:
-        status = httpx.get(f"{task_url(pool, 'decoder')}/v1/tasks/{task}/status").raise_for_status().json()
+        status = asking.get(f"{task_url(pool, 'decoder')}/v1/tasks/{task}/status").raise_for_status().json()
         return status if status["status"] in ("completed", "failed", "cancelled") else None
 
     return until(look, f"the end of {task}")
@@ -146,7 +146,7 @@ def test_clients_that_interleave_their_three_posts_get_their_own_prompts_back(po
     tasks = {who: post(pool, "decoder", payload) for who, payload in payloads.items()}
     for who in ("two", "one"):
         post(pool, "transformer", payloads[who])
-    status = httpx.get(f"{task_url(pool, 'decoder')}/v1/tasks/{tasks['one']}/status").json()
+    status = asking.get(f"{task_url(pool, 'decoder')}/v1/tasks/{tasks['one']}/status").json()
     assert status["status"] == "pending"  # for its encoder
     for who in ("one", "two"):
         post(pool, "encoder", payloads[who])
@@ -156,6 +156,6 @@ def test_clients_that_interleave_their_three_posts_get_their_own_prompts_back(po
         assert status["save_result_path"] == f"saved/{who}.mp4"
         expected = pool.api.make(prompt=prompts[who])
         assert (pool.folder / "outputs" / "saved" / f"{who}.mp4").read_bytes() == expected
-        assert httpx.get(f"{task_url(pool, 'decoder')}/v1/tasks/{task}/result").content == expected
+        assert asking.get(f"{task_url(pool, 'decoder')}/v1/tasks/{task}/result").content == expected
     for port in pool.task_ports or ():
-        assert "triptych_requests" in httpx.get(f"http://127.0.0.1:{port + METRICS_OFFSET}/metrics").text
+        assert "triptych_requests" in asking.get(f"http://127.0.0.1:{port + METRICS_OFFSET}/metrics").text

@@ -10,9 +10,9 @@ import subprocess
 from collections.abc import Iterator
 from pathlib import Path
 
-import httpx
 import pytest
 
+from tests import asking
 from tests.e2e.harness import Api, Process, stop_all, until
 from triptych.launch.ports import free_ports
 from triptych.models import tiny_path
@@ -99,7 +99,7 @@ def test_the_documented_session_works_with_the_server_last(session: Session) -> 
     assert "attention of transformer runs on native" in session.open["denoiser"].output()
     found = re.search(r"metrics on (http://\S+)", session.open["denoiser"].output())
     assert found
-    figures = httpx.get(found[1], trust_env=False).text
+    figures = asking.get(found[1], trust_env=False).text
     assert "triptych_instance_steps_total 1.0" in figures
     assert 'triptych_attention_backend_info{backend="native",model="transformer"} 1.0' in figures
     assert video["prompt"] == "A curious raccoon exploring a garden, cinematic"

@@ -18,7 +18,7 @@ from triptych.launch.ports import free_ports
 from triptych.server.service import DiffusionService, JobRecord
 from triptych.wire.messages import Lease, Outcome
 
-PATIENCE = 30.0
+PATIENCE = 60.0
 """Seconds after which something that should have happened counts as not happening."""
 
 MOST_PUPPETS = 5

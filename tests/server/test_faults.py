@@ -285,7 +285,7 @@ async def test_a_request_that_is_deleted_while_its_file_is_written_leaves_no_fil
 
     def slow(path: Path, data: bytes) -> None:
         writing.set()
-        assert go_on.wait(30)
+        assert go_on.wait(60)
         real_write(path, data)
 
     monkeypatch.setattr(LocalMedia, "_write", staticmethod(slow))
@@ -306,7 +306,7 @@ async def test_the_loop_stays_free_while_a_file_is_written(house: House, monkeyp
     real_write = LocalMedia._write
 
     def first_one_waits(path: Path, data: bytes) -> None:
-        assert not data.startswith(b"slow") or go_on.wait(30)
+        assert not data.startswith(b"slow") or go_on.wait(60)
         real_write(path, data)
 
     monkeypatch.setattr(LocalMedia, "_write", staticmethod(first_one_waits))

@@ -11,6 +11,7 @@ from typing import Any
 import httpx
 import pytest
 
+from tests import asking
 from tests.e2e.harness import Api, Process, until
 from tests.server.disk import on_disk
 from tests.server.house import Puppet
@@ -53,17 +54,17 @@ class Town:
             assert self.server.status is None, self.server.output()[-3000:]
             return self.api.ready() and len(self.api.info()["instances"]) == len(self.puppets)
 
-        until(ready, "the server being ready with all instances", 30)
+        until(ready, "the server being ready with all instances")
 
     def submit(self, prompt: str, key: str | None = None) -> httpx.Response:
         headers = {} if key is None else {"Idempotency-Key": key}
-        return httpx.post(f"{self.api.url}/v1/videos", json={"prompt": prompt}, headers=headers, trust_env=False)
+        return asking.post(f"{self.api.url}/v1/videos", json={"prompt": prompt}, headers=headers, trust_env=False)
 
     def state(self, job: str) -> str:
         return self.api.job(job)["stage"]
 
     def reach(self, job: str, state: str) -> None:
-        until(lambda: self.state(job) == state, f"{job} {state}", 30)
+        until(lambda: self.state(job) == state, f"{job} {state}")
 
     def written(self, job: str, *, done: int, held: bool) -> None:
         """Wait until a kill would lose nothing of how far the job is: so many stages done, and one with an instance or
@@ -79,7 +80,7 @@ class Town:
         until(on_the_disk, f"{job} being in the journal with {done} stages done", every=0.05)
 
     def done(self, job: str) -> dict[str, Any]:
-        return self.api.done(job, 30)
+        return self.api.done(job)
 
     def executions(self) -> Counter[tuple[str, str]]:
         """How often each stage of each job was begun, anywhere."""
@@ -181,12 +182,12 @@ def test_who_polls_sees_no_gap_but_refused_connections(town: Town) -> None:
             job = town.submit(f"in life {life}").json()["id"]
             pollers.jobs.append(job)
             town.reach(job, "denoising_running" if life < 2 else "denoising_waiting")
-            until(lambda seen=pollers.answers[200]: pollers.answers[200] > seen, "an answer before the kill", 30)
+            until(lambda seen=pollers.answers[200]: pollers.answers[200] > seen, "an answer before the kill")
             town.server.kill()
-            until(lambda seen=pollers.answers["ConnectError"]: pollers.answers["ConnectError"] > seen, "no answer", 30)
+            until(lambda seen=pollers.answers["ConnectError"]: pollers.answers["ConnectError"] > seen, "no answer")
             town.start()
-            until(lambda seen=pollers.answers[200]: pollers.answers[200] > seen, "an answer after the kill", 30)
-        until(lambda: len(denoiser.held) == 2, "the stages that are held", 30)
+            until(lambda seen=pollers.answers[200]: pollers.answers[200] > seen, "an answer after the kill")
+        until(lambda: len(denoiser.held) == 2, "the stages that are held")
         denoiser.let_go()
         for job in pollers.jobs:
             town.done(job)
@@ -216,10 +217,10 @@ def test_stages_that_end_while_the_server_is_down_count(town: Town) -> None:
     for last in reversed(ROLES):  # one job is held in each stage
         job = jobs[last] = town.submit(f"until {last}").json()["id"]
         for role in ROLES[: ROLES.index(last)]:
-            until(lambda role=role: puppets[role].held, f"{job} in the {role}", 30)
+            until(lambda role=role: puppets[role].held, f"{job} in the {role}")
             puppets[role].let_go()
             puppets[role].hold = frozenset({role})
-        until(lambda last=last: puppets[last].held, f"{job} in the {last}", 30)
+        until(lambda last=last: puppets[last].held, f"{job} in the {last}")
         puppets[last].held, kept = [], puppets[last].held
         jobs[last] = job
         puppets[last].kept = kept  # type: ignore[attr-defined]

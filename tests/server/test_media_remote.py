@@ -12,6 +12,7 @@ import httpx
 import pytest
 from moto.server import ThreadedMotoServer
 
+from tests import asking
 from tests.api.conftest import CLIP, schema
 from tests.api.conftest import House as Door
 from tests.server.house import House, until
@@ -160,14 +161,14 @@ def test_servers_that_share_a_store_give_each_others_files_by_name(s3_url: str, 
         name = f"{job}.mp4"
 
         def get(house: Door, name: str, **headers: str) -> httpx.Response:
-            return httpx.get(f"{house.url}/v1/files/{name}", headers=headers, timeout=20)
+            return asking.get(f"{house.url}/v1/files/{name}", headers=headers)
 
         for door in (here, there):
             answer = get(door, name)
             assert (answer.content, answer.headers["content-type"]) == (CLIP, "video/mp4")
             assert get(door, name, range="bytes=1-3").content == CLIP[1:4]
         assert get(there, f"video_{'0' * 32}.mp4").status_code == 404
-        assert httpx.get(f"{there.url}/v1/videos/{job}").status_code == 404
+        assert asking.get(f"{there.url}/v1/videos/{job}").status_code == 404
         client.delete(job)
         assert [get(door, name).status_code for door in (here, there)] == [404, 404]
         assert not list((tmp_path / "there").glob("*.mp4"))

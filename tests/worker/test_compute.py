@@ -38,7 +38,7 @@ from triptych.worker.preview import PreviewThread
 
 IDENTITY = Identity(instance=InstanceId("i"), epoch=Epoch("e"))
 SCHEMA = RequestSchema(model="m", pipeline="P", split="modular", task="text-to-video", output="video", params=())
-WAIT = 10.0
+WAIT = 60.0
 T = TypeVar("T")
 
 

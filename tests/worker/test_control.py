@@ -51,7 +51,7 @@ from triptych.worker.jobs import Identity, MediaReady, ThreadDied
 from triptych.worker.metrics import InstanceMetrics
 from triptych.worker.threads import Mailbox
 
-WAIT = 30.0
+WAIT = 60.0
 ME, LIFE, SERVER = InstanceId("i"), Epoch("e"), Epoch("server")
 SCHEMA = RequestSchema(model="m", pipeline="P", split="modular", task="text-to-video", output="video", params=())
 

@@ -20,7 +20,7 @@ from triptych.wire.manifest import Manifest
 from triptych.worker.jobs import KeepJob, Post
 from triptych.worker.keeping import KeepThread
 
-WAIT = 10.0
+WAIT = 60.0
 
 
 @pytest.fixture

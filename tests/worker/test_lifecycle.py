@@ -51,7 +51,7 @@ def test_the_first_signal_asks_and_the_second_ends(number: signal.Signals) -> No
         assert process.stdout.readline() == f"{number.name}\n"
         assert process.poll() is None
         process.send_signal(number)
-        assert process.wait(timeout=10) == 128 + number
+        assert process.wait(timeout=60) == 128 + number
 
 
 @pytest.mark.parametrize(("code", "seen"), [(0, 1), (3, 3)])
@@ -63,4 +63,4 @@ def test_a_process_that_hangs_on_its_way_out_ends_all_the_same(code: int, seen: 
         "threading.Event().wait()\n"
     )  # fmt: skip
     with process:
-        assert process.wait(timeout=10) == seen
+        assert process.wait(timeout=60) == seen

@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any
 
-import httpx
 import pytest
 
+from tests import asking
 from triptych.accel.tally import Tally
 from triptych.config import METRICS_OFFSET, InstanceConfig, ModelConfig, TransferConfig
 from triptych.core.instance_events import ComputeStarted, Ended, Pulled, PullFailed, Stepped, Usage
@@ -61,7 +61,7 @@ def scraped() -> Iterator[tuple[InstanceMetrics, Exporter, Tally]]:
 
 
 def scrape(exporter: Exporter) -> dict[str, float]:
-    text = httpx.get(f"http://127.0.0.1:{exporter.port}/metrics", trust_env=False).raise_for_status().text
+    text = asking.get(f"http://127.0.0.1:{exporter.port}/metrics", trust_env=False).raise_for_status().text
     lines = [line.rpartition(" ") for line in text.splitlines() if not line.startswith("#")]
     return {name.replace("triptych_instance_", ""): float(value) for name, _, value in lines}
 

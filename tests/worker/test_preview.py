@@ -15,6 +15,7 @@ from triptych.wire.messages import Lease
 from triptych.worker.jobs import PreviewJob, Ticket
 from triptych.worker.preview import PreviewThread
 
+WAIT = 60.0
 LEASE = Lease(RequestId("video_1"), Role.DENOISER, 1)
 
 
@@ -33,21 +34,21 @@ def thread(posts: SimpleQueue[Any]) -> Any:
     made.start()
     yield made
     made.close()
-    made.join(5)
+    made.join(WAIT)
     assert not made.is_alive()
 
 
 def test_a_picture_is_posted_with_its_step(thread: PreviewThread, posts: SimpleQueue[Any]) -> None:
     thread.put(job(lambda: b"picture", step=2))
-    assert posts.get(timeout=5) == Stepped(lease=LEASE, step=2, steps=4, preview=b"picture")
+    assert posts.get(timeout=WAIT) == Stepped(lease=LEASE, step=2, steps=4, preview=b"picture")
 
 
 def test_it_says_that_it_is_busy_until_it_is_done(thread: PreviewThread, posts: SimpleQueue[Any]) -> None:
     go = threading.Event()
-    thread.put(job(lambda: b"slow" if go.wait(5) else b""))
+    thread.put(job(lambda: b"slow" if go.wait(WAIT) else b""))
     assert not thread.idle
     go.set()
-    assert posts.get(timeout=5).preview == b"slow"
+    assert posts.get(timeout=WAIT).preview == b"slow"
     assert thread.idle
 
 
@@ -57,6 +58,6 @@ def test_a_picture_that_cannot_be_made_is_left_out(thread: PreviewThread, posts:
 
     failed = threading.Event()
     thread.put(job(lambda: (failed.set(), fail())[1]))
-    assert failed.wait(5)
+    assert failed.wait(WAIT)
     thread.put(job(lambda: b"next"))
-    assert posts.get(timeout=5).preview == b"next"
+    assert posts.get(timeout=WAIT).preview == b"next"

@@ -14,7 +14,7 @@ from triptych.errors import TransferError
 from triptych.worker.jobs import Post, ThreadDied
 from triptych.worker.threads import Mailbox, WorkerThread
 
-WAIT = 10.0
+WAIT = 60.0
 
 
 class Divider(WorkerThread[float]):

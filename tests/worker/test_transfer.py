@@ -20,7 +20,7 @@ from triptych.worker import transfer
 from triptych.worker.jobs import CheckpointJob, Close, InputsReady, Post, PullJob, StageJob, Ticket
 from triptych.worker.transfer import PullThread, StageThread
 
-WAIT = 10.0
+WAIT = 60.0
 
 
 @pytest.fixture

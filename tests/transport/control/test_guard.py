@@ -23,7 +23,7 @@ from triptych.wire.codec import encode_batch
 from triptych.wire.messages import Ack, Goodbye, Lease, Started, ToInstance, Unknown
 
 HOST = "127.0.0.1"
-WAIT = 20.0
+WAIT = 60.0
 UNKNOWN = Unknown(server_epoch=Epoch("s"), epoch=Epoch("e"))
 ACK = Ack(server_epoch=Epoch("s"), epoch=Epoch("e"), leases=())
 GOODBYE = Goodbye(instance=InstanceId("i"), epoch=Epoch("e"), server_epoch=None, reason="a secret word")

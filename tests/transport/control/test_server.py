@@ -28,7 +28,7 @@ Join = Callable[..., tuple[InstanceControl, str]]
 HOST = "127.0.0.1"
 LEASE = Lease(RequestId("r"), Role.DENOISER, 0)
 UNKNOWN = Unknown(server_epoch=Epoch("s"), epoch=Epoch("e"))
-WAIT = 10.0
+WAIT = 60.0
 
 
 def heartbeat(sequence: int = 0, instance: str = "i") -> Heartbeat:

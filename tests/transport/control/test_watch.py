@@ -19,7 +19,7 @@ from triptych.transport.control.watch import Watch
 Join = Callable[..., tuple[InstanceControl, str]]
 
 HOST = "127.0.0.1"
-WAIT = 10.0
+WAIT = 60.0
 
 
 class Heard:
