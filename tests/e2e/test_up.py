@@ -10,6 +10,7 @@ from pathlib import Path
 
 import psutil
 import pytest
+import torch
 
 import triptych
 from tests.e2e.conftest import Spawn
@@ -29,10 +30,10 @@ def listening(pids: list[int]) -> set[int]:
     return {one.laddr.port for one in connections if one.status == psutil.CONN_LISTEN}
 
 
-def start_up(spawn: Spawn, *words: str) -> tuple[Process, Api]:
+def start_up(spawn: Spawn, *words: str, device: str = "cpu") -> tuple[Process, Api]:
     port, scheduler, *_ = free_ports(5)
     process = spawn(
-        "up", "up", "tiny", "--device", "cpu", "--port", str(port), "--scheduler-port", str(scheduler), *words
+        "up", "up", "tiny", "--device", device, "--port", str(port), "--scheduler-port", str(scheduler), *words
     )
     until(lambda: "ready on http://" in process.output() or process.status is not None, "up being ready")
     assert process.status is None, process.output()
@@ -104,3 +105,25 @@ def test_a_pool_from_python(folder: Path, monkeypatch: pytest.MonkeyPatch) -> No
         api.close()
         pids = [status.pid for status in pool.statuses()]
     assert not any(running(pid) for pid in pids if pid)
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU")
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGKILL], ids=["ctrl-c", "kill-9"])
+def test_up_leaves_no_gpu_memory(spawn: Spawn, number: signal.Signals) -> None:
+    def free() -> int:
+        return torch.cuda.mem_get_info()[0]
+
+    before = free()
+    process, api = start_up(spawn, "--disagg-transfer-gpu-pool-size", "64MiB", device="cuda")
+    api.make()
+    assert 'triptych_handoff_bytes_total{plane="cuda-ipc"}' in api.metrics()
+    api.close()
+    assert free() < before - 3 * (64 << 20)
+    children = family(process)
+    if number == signal.SIGINT:
+        assert process.stop(number) == 0
+    else:
+        process.kill()
+    until(lambda: not any(running(pid) for pid in children), "the end of every child")
+    until(lambda: free() >= before - (16 << 20), "the GPU memory being free again", seconds=10)
