@@ -10,9 +10,12 @@ from pathlib import Path
 from typing import Any, TypeAlias
 
 import torch
+from safetensors import SafetensorError
 
 from triptych.errors import ModelError
+from triptych.pipeline.staging import PIECE, PIECES, Staging, lane_to
 from triptych.pipeline.standin import component_class, meta_module
+from triptych.pipeline.streaming import from_pretrained
 
 log = logging.getLogger(__name__)
 
@@ -38,21 +41,23 @@ def load_component(
     try:
         if not issubclass(kind, torch.nn.Module):
             return kind.from_pretrained(str(source / name if (source / name).is_dir() else source))
-        module = _module(folder, name, kind, source, dtype, device)
-    except (OSError, ValueError, RuntimeError, ImportError, KeyError, TypeError) as error:
+        module, way = _module(folder, name, kind, source, dtype, device)
+    except (OSError, ValueError, RuntimeError, ImportError, KeyError, TypeError, SafetensorError) as error:
         raise ModelError(f"component {name!r} cannot be loaded from {str(source)!r}: {error}") from error
     module = module.to(device).eval().requires_grad_(False)
     nbytes = sum(tensor.nbytes for tensor in (*module.parameters(), *module.buffers()))
     if device.type == "cuda":
         torch.cuda.synchronize(device)
     seconds = time.perf_counter() - begun
-    log.info("%s: %.2f GiB read in %.2f s (%.2f GB/s)", name, nbytes / (1 << 30), seconds, nbytes / seconds / 1e9)
+    rate = nbytes / seconds / 1e9
+    log.info("%s: %.2f GiB read in %.2f s (%.2f GB/s), %s", name, nbytes / (1 << 30), seconds, rate, way)
     return module
 
 
 def _module(
     folder: Path, name: str, kind: Any, source: Path, dtype: torch.dtype, device: torch.device
-) -> torch.nn.Module:
+) -> tuple[torch.nn.Module, str]:
+    """The module, and how its weights came."""
     if source.is_dir():
         return _from_folder(kind, source / name if (source / name).is_dir() else source, dtype, device)
     if source.suffix != SAFETENSORS:
@@ -62,7 +67,7 @@ def _module(
             str(source), config=str(folder), subfolder=name, dtype=dtype, local_files_only=True
         )
         _refuse_missing([key for key, parameter in module.named_parameters() if parameter.is_meta])
-        return module
+        return module, "converted in host memory"
     with tempfile.TemporaryDirectory(prefix="triptych-") as staged:
         # Both libraries load from a folder; links give them one without a copy.
         stem = "diffusion_pytorch_model" if kind.__module__.startswith("diffusers.") else "model"
@@ -71,18 +76,21 @@ def _module(
         return _from_folder(kind, Path(staged), dtype, device)
 
 
-def _from_folder(kind: Any, source: Path, dtype: torch.dtype, device: torch.device) -> torch.nn.Module:
-    """Read tensor by tensor from the mapped file to ``device``, so that host memory never holds a second copy."""
-    module, info = kind.from_pretrained(
-        str(source),
-        dtype=dtype,
-        device_map={"": device},
-        use_safetensors=True,
-        output_loading_info=True,
-        local_files_only=True,
-    )
+def _from_folder(kind: Any, source: Path, dtype: torch.dtype, device: torch.device) -> tuple[torch.nn.Module, str]:
+    """Read tensor by tensor to ``device``, so that host memory never holds a second copy."""
+    arguments = {"dtype": dtype, "device_map": {"": device}, "use_safetensors": True, "local_files_only": True}
+    lane = lane_to(device)
+    if lane is None:
+        module, info = kind.from_pretrained(str(source), output_loading_info=True, **arguments)
+        way = "mapped"
+    else:
+        nbytes = sum(file.stat().st_size for file in source.glob(f"*{SAFETENSORS}"))
+        with Staging(lane, pieces=min(PIECES, 2 + nbytes // PIECE)) as staging:
+            module, info = from_pretrained(kind, staging, str(source), **arguments)
+        files = f"{staging.nbytes / (1 << 30):.2f} GiB of files"
+        way = f"{files} through page-locked memory" if staging.nbytes else "mapped"
     _refuse_missing(sorted(info["missing_keys"]))
-    return module
+    return module, way
 
 
 def _refuse_missing(keys: list[str]) -> None:
