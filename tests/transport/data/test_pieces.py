@@ -10,7 +10,7 @@ import pytest
 import torch
 import xxhash
 
-from triptych.transport.data.pieces import Bytes, Hands, Intake, checksum
+from triptych.transport.data.pieces import Bytes, Hands, Intake, checksum, hands_for
 from triptych.wire.manifest import PIECE_BYTES
 
 SIZES = (0, 1, PIECE_BYTES - 1, PIECE_BYTES, PIECE_BYTES + 1, 9 * PIECE_BYTES + 77)
@@ -155,3 +155,19 @@ def test_closed_hands_leave_no_thread_and_copies_go_on_without() -> None:
     assert set(threading.enumerate()) <= before
     assert taken(source, hands, len(source)).checksum() == intake.checksum()
     assert set(threading.enumerate()) <= before
+
+
+@pytest.mark.parametrize(("cores", "threads"), [(1, 1), (2, 1), (4, 2), (64, 4)])
+def test_half_of_the_cores_share_a_copy_and_four_at_most(cores: int, threads: int) -> None:
+    together = threading.Barrier(threads)
+    hands = hands_for(cores)
+    seen: set[int] = set()
+
+    def work(item: int) -> None:
+        if item < threads:
+            together.wait(WAIT)
+        seen.add(threading.get_ident())
+
+    hands.each(work, range(64))
+    hands.close()
+    assert len(seen) == threads

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import os
 import threading
 import time
 from collections.abc import Callable, Generator
@@ -174,11 +175,15 @@ def test_a_pull_for_which_there_is_no_memory_says_so_and_nothing_of_the_copy(
 
 
 @pytest.mark.parametrize("kind", ["auto", "shm"])
-def test_a_closed_plane_leaves_no_thread_of_large_copies(pull: Puller, kind: str) -> None:
+def test_a_closed_plane_leaves_no_thread_of_large_copies(
+    pull: Puller, monkeypatch: pytest.MonkeyPatch, kind: str
+) -> None:
+    monkeypatch.setattr(os, "sched_getaffinity", lambda _: set(range(16)))
     before = set(threading.enumerate())
     config = TransferConfig(kind=kind, pool_bytes=16 * MIB)  # type: ignore[arg-type]
     plane = open_plane(config, InstanceId("i"), Epoch("e"), "cpu")
     assert pull(plane, plane.stage(R, zeros(15 * MIB))).payload.tensors[0].count_nonzero() == 0
+    assert 0 < len(set(threading.enumerate()) - before) < 4
     plane.close()
     assert set(threading.enumerate()) <= before
 

@@ -21,8 +21,7 @@ from triptych.wire.manifest import PIECE_BYTES
 
 Bytes: TypeAlias = npt.NDArray[np.uint8]
 
-MOST_THREADS = 4
-"""Who shares a copy, its caller included; more would take cores from the computation for little."""
+_MOST_THREADS = 4
 _PIECES_EACH = 2
 """What is worth waking a thread for."""
 
@@ -76,6 +75,11 @@ class Hands:
     def close(self) -> None:
         """End the threads. Copies go on without them."""
         self._helpers.shutdown()
+
+
+def hands_for(cores: int) -> Hands:
+    """What a process that may use that many cores has: half of them, for it computes meanwhile, and four at most."""
+    return Hands(max(1, min(_MOST_THREADS, cores // 2)))
 
 
 class Intake:

@@ -20,7 +20,7 @@ from triptych.transport.data.cuda_ipc import CudaIpcCarrier, GpuPool, Shown
 from triptych.transport.data.gpu_memory import GpuMemory
 from triptych.transport.data.mooncake import MooncakeCarrier, reserve_bytes
 from triptych.transport.data.own import OwnCarrier
-from triptych.transport.data.pieces import MOST_THREADS, Hands, Intake, checksum
+from triptych.transport.data.pieces import Intake, checksum, hands_for
 from triptych.transport.data.pool import Pool
 from triptych.transport.data.protocol import Payload, PoolFigures, Pull
 from triptych.transport.data.settings import EngineSettings
@@ -55,7 +55,7 @@ class PooledPlane:
         self._manifests: dict[CopyId, Manifest] = {}
         self._numbers = itertools.count()
         self._closed = False
-        self._hands = Hands(min(MOST_THREADS, len(os.sched_getaffinity(0))))
+        self._hands = hands_for(len(os.sched_getaffinity(0)))
         self._segment = Segment(config.pool_bytes)
         self._pool = Pool(config.pool_bytes, reserve_bytes(config.pool_bytes) if between_hosts else 0)
         self._gpu_pool: GpuPool | None = None
