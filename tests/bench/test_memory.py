@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 from typing import Any
 
@@ -53,6 +54,7 @@ def test_a_size_without_weights_is_run_role_by_role_with_random_ones(small: Path
         )  # fmt: skip
         usage = measure(part)
         assert usage.loaded is usage.allocated is usage.reserved is None
+        assert usage.seconds is None  # nothing was read
         assert usage.resident > 50_000_000
     assert sorted(file.name for file in handoffs.glob("*.tree")) == [
         "decoder.denoiser.0.tree",
@@ -95,6 +97,8 @@ def test_every_row_is_a_process_of_its_own(capsys: pytest.CaptureFixture[str]) -
     assert "encoder" in table
     assert "denoiser" not in table
     assert "n/a" in table
+    (row,) = (line for line in table.splitlines() if line.startswith("│ encoder"))
+    assert re.fullmatch(r"\d+\.\d", row.split("│")[2].strip()), "how long its start took"
 
 
 @pytest.mark.parametrize(

@@ -1,6 +1,7 @@
-"""Peak memory of each role alone against the whole model in one process, each in a fresh process of its own.
+"""Start and peak memory of each role alone against the whole model in one process, each in a fresh process of its own.
 
 A named size is measured with random weights, made on the device: nothing is downloaded, and nothing large is written.
+How long a start takes is measured with a folder's own.
 The real pipeline runs one short request; how many steps it has does not change its peak.
 """
 
@@ -73,13 +74,14 @@ def print_rows(found: Sequence[tuple[str, Usage]], title: str) -> None:
     """The rows as a table on standard output; GB are 10^9 bytes."""
     table = Table(title=title)
     table.add_column("in one process")
-    for column in ("loaded GB", "peak allocated GB", "peak reserved GB", "of whole", "host RSS GB"):
+    for column in ("ready in s", "loaded GB", "peak allocated GB", "peak reserved GB", "of whole", "host RSS GB"):
         table.add_column(column, justify="right")
     whole = next((usage.allocated for name, usage in found if name == WHOLE), None)
     for name, usage in found:
         share = "" if whole is None or usage.allocated is None else f"{usage.allocated / whole:.0%}"
+        ready = "n/a" if usage.seconds is None else f"{usage.seconds:.1f}"
         sizes = (usage.loaded, usage.allocated, usage.reserved)
-        table.add_row(name, *map(_gigabytes, sizes), share, _gigabytes(usage.resident))
+        table.add_row(name, ready, *map(_gigabytes, sizes), share, _gigabytes(usage.resident))
     Console().print(table)
 
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 import io
 import resource
 import sys
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -64,8 +65,10 @@ class Part(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Usage(msgspec.Struct, frozen=True, kw_only=True):
-    """Memory in bytes."""
+    """Memory in bytes, and how long it took to fill it."""
 
+    seconds: float | None
+    """From nothing to weights that are ready to compute with; None where they were made instead of read."""
     loaded: int | None
     """Of the GPU, once the weights are there; None on the CPU."""
     allocated: int | None
@@ -82,10 +85,13 @@ def measure(part: Part) -> Usage:
     on_gpu = part.device == "cuda"
     device = torch.device("cuda:0" if on_gpu else "cpu")
     component = load_component if part.size is None else synth.random_weights(part.size, device)
+    begun = time.perf_counter()
     pipeline = load_pipeline(part.model, part.roles, str(device), component=component)
-    loaded = None
     if on_gpu:
         torch.cuda.synchronize()
+    seconds = time.perf_counter() - begun
+    loaded = None
+    if on_gpu:
         torch.cuda.empty_cache()
         loaded = torch.cuda.memory_allocated()
         torch.cuda.reset_peak_memory_stats()
@@ -93,6 +99,7 @@ def measure(part: Part) -> Usage:
     if on_gpu:
         torch.cuda.synchronize()
     return Usage(
+        seconds=seconds if part.size is None else None,
         loaded=loaded,
         allocated=torch.cuda.max_memory_allocated() if on_gpu else None,
         reserved=torch.cuda.max_memory_reserved() if on_gpu else None,
