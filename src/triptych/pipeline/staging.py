@@ -7,6 +7,7 @@ piece is on its way to the device while the next ones are read. The ring is all 
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import os
 import threading
@@ -81,6 +82,8 @@ class CudaLane:
         self._locked = status == 0
         if not self._locked:
             log.warning("CUDA cannot page-lock memory to load weights (error %d): it will be slower", status)
+            with contextlib.suppress(RuntimeError):  # CUDA has the next kernel report that error, whatever it does
+                torch.zeros(1, device=self.device)
 
     def unlock(self, memory: Tensor) -> None:
         """Give it back to the system's paging."""
