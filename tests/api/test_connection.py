@@ -104,7 +104,7 @@ def test_who_does_not_read_a_download_is_cut_off_and_costs_no_memory(
         until(lambda: http.get(f"/v1/videos/{job}").json()["status"] == "completed")
         assert http.get(f"/v1/videos/{job}/content").content == FILM
     until(lambda: not lines(archive))
-    monkeypatch.setattr(connection, "READ_SECONDS", 1.0)
+    monkeypatch.setattr(connection, "READ_SECONDS", 3.0)  # enough to look at what waits
     with dial(archive, room=4096) as wire:
         wire.sendall(f"GET /v1/videos/{job}/content HTTP/1.1\r\nhost: x\r\n\r\n".encode())
         until(lambda: lines(archive))

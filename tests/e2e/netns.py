@@ -15,8 +15,10 @@ import random
 import select
 import struct
 import subprocess
+import sys
 import threading
 import time
+import traceback
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -71,7 +73,7 @@ class Link:
         ends.append(_tun(THERE))
         _check(_libc.setns(self._home, _CLONE_NEWNET))
         self._ends = (ends[0], ends[1])
-        threading.Thread(target=self._carry, daemon=True).start()
+        threading.Thread(target=self._carry_or_end, daemon=True).start()
 
     @contextlib.contextmanager
     def there(self) -> Iterator[None]:
@@ -81,6 +83,15 @@ class Link:
             yield
         finally:
             _check(_libc.setns(self._home, _CLONE_NEWNET))
+
+    def _carry_or_end(self) -> None:
+        """A link that nobody carries packets over is no weather: say why, and end the whole test."""
+        try:
+            self._carry()
+        except BaseException:
+            traceback.print_exc()
+            sys.stderr.flush()
+            os._exit(1)
 
     def _carry(self) -> None:
         waiting: list[tuple[float, int, int, bytes]] = []

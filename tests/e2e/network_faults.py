@@ -10,7 +10,7 @@ import sys
 import time
 from pathlib import Path
 
-from tests.e2e.harness import SILENCE_SECONDS, Deployment, until
+from tests.e2e.harness import SILENCE_SECONDS, Deployment, pretty, until
 from tests.e2e.netns import HERE, THERE, Link, Weather
 
 LEASE = 2.5
@@ -47,8 +47,8 @@ def main(folder: str) -> int:
         print("undisturbed", flush=True)
 
         link.weather = Weather(delay=0.05, jitter=0.03, loss=0.02)
-        assert far.api.make(**REQUEST) == expected
-        assert link.lost > 0
+        assert far.api.make(**REQUEST) == expected, "other bytes than an undisturbed run"
+        assert link.lost > 0, f"{link.carried} packets were carried and none was lost"
         print("50 to 80 ms late, packets out of order, 2 % lost", flush=True)
         link.weather = Weather()
 
@@ -62,12 +62,12 @@ def main(folder: str) -> int:
                 time.sleep(max(0.0, struck + seconds - time.monotonic()))
                 link.weather = Weather()
                 video = far.api.done(job)
-                assert far.api.content(job) == expected
+                assert far.api.content(job) == expected, f"other bytes than an undisturbed run: {pretty(video)}"
                 if seconds > LEASE and state == "denoising_running":
-                    assert video["attempt"] >= 2  # the stage was taken from it
+                    assert video["attempt"] >= 2, f"the stage was not taken from {denoiser}: {pretty(video)}"
                 until(lambda: len(far.registered()) == 3, "the denoiser being back")
                 print(f"cut for {seconds:g} s in {state}: attempt {video['attempt']}", flush=True)
-        assert far.api.make(**REQUEST) == expected
+        assert far.api.make(**REQUEST) == expected, "other bytes than an undisturbed run"
     print("all done", flush=True)
     return 0
 
@@ -88,7 +88,7 @@ def _cut_in(far: Far, link: Link, state: str) -> tuple[str, str, float]:
                 return job, denoiser, struck
             link.weather = Weather()
         far.api.done(job)
-    raise AssertionError(f"no request was cut off in {state}")
+    raise AssertionError(f"none of {TRIES} requests was cut off in {state}: {pretty(far.api.info()['instances'])}")
 
 
 def _reached(far: Far, job: str, state: str) -> str:

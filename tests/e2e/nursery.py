@@ -7,6 +7,7 @@ other: own session, own command line to parse, own sockets, model and threads, t
 from __future__ import annotations
 
 import atexit
+import contextlib
 import functools
 import json
 import os
@@ -119,7 +120,8 @@ class Forked:
     def send_signal(self, number: int) -> None:
         """Send a signal to it, if it runs."""
         if self.poll() is None:
-            os.kill(self.pid, number)
+            with contextlib.suppress(ProcessLookupError):  # it ended meanwhile
+                os.kill(self.pid, number)
 
     def kill(self) -> None:
         """End it as a crash would."""

@@ -293,7 +293,7 @@ def test_the_command_line_replays_a_seed(capsys: pytest.CaptureFixture[str]) -> 
 
 def test_the_module_runs_as_a_program() -> None:
     done = subprocess.run(
-        [sys.executable, "-m", "triptych.sim", "--seed", "2"], capture_output=True, text=True, timeout=60, check=False
+        [sys.executable, "-m", "triptych.sim", "--seed", "2"], capture_output=True, text=True, timeout=300, check=False
     )
     assert (done.returncode, "1 seeds hold" in done.stdout) == (0, True), done.stderr
 
