@@ -157,6 +157,7 @@ class Instance:
             "model": "tiny",
             "transfer": "shm",
             "gpu_ids": (0,),
+            "drain_timeout": 30.0,
             "first": "",
         } | options
         code = (
@@ -168,7 +169,8 @@ class Instance:
             f"    roles=tuple(map(Role, {[str(r) for r in roles]})), server_addr='tcp://127.0.0.1:{desk.port}',\n"
             f"    work_port={self.port}, transfer=TransferConfig(kind={config['transfer']!r}),\n"
             f"    model=ModelConfig(path={config['model']!r}, device='cpu'), gpu_ids={config['gpu_ids']},\n"
-            f"    slots={config['slots']}, max_running={config['max_running']})))\n"
+            f"    slots={config['slots']}, max_running={config['max_running']},\n"
+            f"    drain_timeout={config['drain_timeout']})))\n"
         )
         with log.open("w") as stderr:
             self.process = Forked(["-c", code], os.environ | {"OMP_NUM_THREADS": "1"}, Path.cwd(), stderr)
@@ -212,8 +214,8 @@ def split(shared_memory: None, tmp_path_factory: pytest.TempPathFactory) -> Iter
     """The denoiser in a process of its own."""
     desk = Desk()
     folder = tmp_path_factory.mktemp("split")
-    ends = Instance(desk, Role.ENCODER, Role.DECODER, log=folder / "ends")
-    middle = Instance(desk, Role.DENOISER, log=folder / "middle")
+    ends = Instance(desk, Role.ENCODER, Role.DECODER, log=folder / "ends", drain_timeout=10 * WAIT)
+    middle = Instance(desk, Role.DENOISER, log=folder / "middle", drain_timeout=10 * WAIT)
     yield desk, ends, middle
     ends.end()
     middle.end()
@@ -316,11 +318,9 @@ def test_sigterm_says_goodbye_and_ends_at_once_also_while_computing(split: tuple
     desk, ends, middle = split
     request = desk.submit("interrupted", num_inference_steps=100)
     desk.until(lambda: bool(desk.said(Progress, request, Role.DENOISER)))
-    begun = time.monotonic()
     for instance in (middle, ends):
         instance.process.send_signal(signal.SIGTERM)
-    assert [i.process.wait(WAIT) for i in (middle, ends)] == [0, 0]
-    assert time.monotonic() - begun < 25
+    assert [i.process.wait(WAIT) for i in (middle, ends)] == [0, 0]  # they might stay far longer, but nobody answers
     desk.until(lambda: sum(isinstance(m, Goodbye) for m in desk.heard) == 2)
     assert not desk.router.instances()
 
