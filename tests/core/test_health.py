@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 
 from triptych.core.events import InstanceExited, JobState
+from triptych.core.health import LONGEST, Health
 from triptych.ids import InstanceId, RequestId, Role
 from triptych.wire.messages import Checkpointed, Goodbye, Kept, Lease, RunStage
 
@@ -55,6 +56,16 @@ def test_an_instance_that_fails_three_requests_in_a_row_gets_nothing_while_anoth
     for name in ("d", "e", "f"):
         bench.submit(name)
     assert runs(bench) == {"encoder-1": lease("d", E)}
+
+
+def test_a_quarantine_that_never_ends_well_stays_at_its_longest() -> None:
+    health, now = Health(), 0.0
+    for round in range(3000):
+        now += 2 * LONGEST
+        for request in range(3):
+            health.fail(RequestId(f"{round}.{request}"), "broken", now, limit=3, cooldown=30.0)
+    assert health.quarantined(now)
+    assert not health.quarantined(now + LONGEST + 1)
 
 
 def test_the_last_instance_of_a_role_goes_on_being_used_in_quarantine() -> None:

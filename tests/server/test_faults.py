@@ -80,8 +80,8 @@ async def test_work_of_a_dead_instance_goes_to_another(quick: House, role: Role)
     assert ended.view.attempt > 1
     assert ended.files[0].path.read_bytes() == b"film"
     assert role in [lease.role for lease, _, _ in heir.seen]
-    assert metric(quick.service, "triptych_instance_up", instance=victim.instance) == 0
-    assert metric(quick.service, "triptych_instance_up", instance=heir.instance) == 1
+    assert metric(quick.service, "triptych_instance_up", instance_id=victim.instance) == 0
+    assert metric(quick.service, "triptych_instance_up", instance_id=heir.instance) == 1
     assert metric(quick.service, "triptych_events_total", name="instance_lost") == 1
     await quick.idle()
 

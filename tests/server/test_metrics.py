@@ -6,6 +6,8 @@ from prometheus_client import generate_latest
 from prometheus_client.parser import text_string_to_metric_families
 
 from tests.server.house import House
+from triptych.config import ServerConfig
+from triptych.config.durations import BUCKETS
 from triptych.core.events import JobState, StageTiming
 from triptych.ids import ROLES, InstanceId, Role
 from triptych.server.metrics import Gauges, Metrics
@@ -36,9 +38,11 @@ async def test_numbers_are_those_of_the_requests(house: House) -> None:
         await house.reach(record.id, JobState.DENOISING_RUNNING)
     await house.reach(running[3].id, JobState.DENOISING_WAITING)
     now = samples(house.service)
-    assert now["triptych_requests", (("state", "done"),)] == 5
+    assert ("triptych_requests", (("state", "done"),)) not in now  # it is over
     assert now["triptych_requests", (("state", "denoising_running"),)] == 3
     assert now["triptych_requests_ended_total", (("state", "done"),)] == 5
+    assert now["triptych_request_seconds_count", (("state", "done"),)] == 5
+    assert 0 < now["triptych_request_seconds_sum", (("state", "done"),)] < 600
     assert now["triptych_queue_depth", (("role", "denoiser"),)] == 1
     assert now["triptych_slots_used", (("role", "denoiser"),)] == 3
     assert now["triptych_slots_free", (("role", "denoiser"),)] == 0
@@ -46,7 +50,7 @@ async def test_numbers_are_those_of_the_requests(house: House) -> None:
     assert now["triptych_stage_seconds_count", (("role", "encoder"),)] == 9
     assert now["triptych_stage_seconds_count", (("role", "decoder"),)] == 5
     assert now["triptych_handoff_seconds_count", (("plane", "local"),)] == 10
-    assert all(now["triptych_instance_up", (("instance", p.instance),)] == 1 for p in house.puppets)
+    assert all(now["triptych_instance_up", (("instance_id", p.instance),)] == 1 for p in house.puppets)
 
 
 async def test_an_instance_in_quarantine_shows(house: House) -> None:
@@ -64,8 +68,8 @@ async def test_an_instance_in_quarantine_shows(house: House) -> None:
     for i in range(8):
         assert (await house.run(str(i))).view.state is JobState.DONE
     now = samples(house.service)
-    assert now["triptych_instance_quarantined", (("instance", bad.instance),)] == 1
-    assert now["triptych_instance_quarantined", (("instance", good.instance),)] == 0
+    assert now["triptych_instance_quarantined", (("instance_id", bad.instance),)] == 1
+    assert now["triptych_instance_quarantined", (("instance_id", good.instance),)] == 0
     assert now["triptych_events_total", (("name", "instance_quarantined"),)] == 1
     assert any("a broken fan" in reason for reason in house.service.readiness().reasons)
     assert house.service.readiness().ready
@@ -80,6 +84,27 @@ async def test_no_series_is_added_by_further_requests(house: House) -> None:
         await house.run(str(i))
     assert samples(house.service).keys() == before
     assert first.id not in generate_latest(house.service.registry).decode()
+
+
+def test_what_can_happen_has_a_series_before_it_does() -> None:
+    """Prometheus sees no increase from nothing to one."""
+    text = generate_latest(Metrics(no_gauges).registry).decode().splitlines()
+    for state in ("done", "failed", "timed_out", "cancelled"):
+        assert f'triptych_requests_ended_total{{state="{state}"}} 0.0' in text
+    assert 'triptych_events_total{name="instance_lost"} 0.0' in text
+
+
+async def test_no_label_is_one_that_prometheus_sets_itself(house: House) -> None:
+    house.add()
+    await house.ready()
+    await house.run()
+    names = {name for _, labels in samples(house.service) for name, _ in labels}
+    assert names >= {"instance_id", "role", "state"}
+    assert not names & {"instance", "job"}
+
+
+def test_no_request_that_may_be_made_lasts_beyond_the_last_bound() -> None:
+    assert max(BUCKETS) >= ServerConfig().timeout_cap
 
 
 async def test_info_is_plain_and_names_roles_instances_and_leases(house: House) -> None:
@@ -130,16 +155,16 @@ def test_an_instance_cannot_make_up_label_values() -> None:
 
 def test_durations_fall_into_the_bucket_that_holds_them() -> None:
     metrics = Metrics(no_gauges)
-    for running in (0.0005, 0.001, 0.002, 1000.0):
+    for running in (0.0005, 0.001, 0.002, 20000.0):
         metrics.stage(timing("shm", running))
     text = generate_latest(metrics.registry).decode()
     for line in (
         'triptych_stage_seconds_bucket{le="0.001",role="denoiser"} 2.0',
         'triptych_stage_seconds_bucket{le="0.003",role="denoiser"} 3.0',
-        'triptych_stage_seconds_bucket{le="300.0",role="denoiser"} 3.0',
+        'triptych_stage_seconds_bucket{le="10000.0",role="denoiser"} 3.0',
         'triptych_stage_seconds_bucket{le="+Inf",role="denoiser"} 4.0',
         'triptych_stage_seconds_count{role="denoiser"} 4.0',
-        'triptych_stage_seconds_sum{role="denoiser"} 1000.0035',
+        'triptych_stage_seconds_sum{role="denoiser"} 20000.0035',
         'triptych_stage_waiting_seconds_bucket{le="0.3",role="denoiser"} 0.0',
         'triptych_handoff_seconds_bucket{le="0.03",plane="shm"} 4.0',
         'triptych_handoff_bytes_total{plane="shm"} 28.0',

@@ -79,16 +79,17 @@ def test_a_scrape_shows_what_was_done_and_what_is_held(scraped: tuple[InstanceMe
     subject.saw(Usage(pool_used=1, resident_bytes=7, device_bytes=8))
     tally.compilations = 5
     found = scrape(exporter)
+    assert found['events_total{name="stale_message"}'] == 0  # there before the first one
     assert found["steps_total"] == 3
     assert (found["leases"], found["leases_computing"]) == (2, 1)
-    assert (found["pool_used_bytes"], found["pool_peak_bytes"], found["pool_refusals"]) == (10, 30, 2)
+    assert (found["pool_used_bytes"], found["pool_peak_bytes"], found["pool_refusals_total"]) == (10, 30, 2)
     assert found["pool_bytes"] == config().transfer.pool_bytes
     assert found['pulled_bytes_total{plane="shm"}'] == 3000
     assert found['pull_seconds_count{plane="shm"}'] == 3
     assert found['compute_seconds_sum{role="denoiser"}'] == 2.0
     assert found['stages_ended_total{outcome="staged",role="denoiser"}'] == 1
     assert found['errors_total{code="out_of_memory",role="denoiser"}'] == 2
-    assert (found["resident_bytes"], found["device_bytes"], found["compilations"]) == (7, 8, 5)
+    assert (found["resident_bytes"], found["device_bytes"], found["compilations_total"]) == (7, 8, 5)
 
 
 def test_a_decoder_counts_files(scraped: tuple[InstanceMetrics, Exporter, Tally]) -> None:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import enum
 from dataclasses import dataclass, field
-from typing import Any, TypeAlias
+from typing import Any, Literal, TypeAlias, get_args
 
 from triptych.ids import Epoch, InstanceId, RequestId, Role
 from triptych.wire.messages import Counts, ErrorInfo, FromInstance, Lease, MediaFile, Output, Record, ToInstance
@@ -243,10 +243,37 @@ class Update(Record, frozen=True, kw_only=True):
     view: JobView
 
 
+CountName: TypeAlias = Literal[
+    "books_wrong",
+    "checkpoint_lost",
+    "copy_lost",
+    "duplicate_submit",
+    "fingerprint_differs",
+    "instance_draining",
+    "instance_joined",
+    "instance_lost",
+    "instance_quarantined",
+    "instance_refused",
+    "late_report",
+    "lease_lost",
+    "lease_resumed",
+    "not_brought_back",
+    "repeated_lease",
+    "repeated_outcome",
+    "requeued",
+    "slots_exceeded",
+    "stale_message",
+    "store_failed",
+    "unknown_instance",
+]
+COUNT_NAMES: tuple[CountName, ...] = get_args(CountName)
+"""All that the machines and their shells ever count."""
+
+
 class Count(Record, frozen=True, kw_only=True):
     """Something worth a counter and a log line, e.g. ``stale_message``, ``instance_lost``, ``requeued``."""
 
-    name: str
+    name: CountName
     detail: str
     instance: InstanceId | None = None
     request: RequestId | None = None

@@ -16,6 +16,8 @@ from triptych.ids import Epoch, InstanceId, RequestId
 LONGEST = 600.0
 """Seconds that a quarantine lasts at most; each one that follows another without a success between is twice as long."""
 
+_MOST_DOUBLINGS = 16
+"""Of a quarantine, which is at its longest by then."""
 _REMEMBERED = 1024
 """Instances whose record outlives their process."""
 
@@ -40,7 +42,7 @@ class Health:
         if len(self.failed) < limit or self.quarantined(now):
             return False
         self.evidence = "; ".join(f"{request}: {reason}" for request, reason in self.failed.items())
-        self.until = now + min(LONGEST, cooldown * 2.0**self.rounds)
+        self.until = now + min(LONGEST, cooldown * 2.0 ** min(self.rounds, _MOST_DOUBLINGS))
         self.rounds += 1
         while len(self.failed) >= limit:
             self.failed.popitem(last=False)

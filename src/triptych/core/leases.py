@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import OrderedDict
 from typing import assert_never
 
-from triptych.core.events import Count
+from triptych.core.events import Count, CountName
 from triptych.core.instance_events import (
     Abort,
     CheckpointMade,
@@ -250,7 +250,7 @@ class Leases:
         work.patience = min(2 * work.patience, LONGEST_RESEND_INTERVAL)
         self.report(work.lease.role, self._voice.outcome(work.outcome))
 
-    def count(self, name: str, detail: str, lease: Lease | None = None) -> None:
+    def count(self, name: CountName, detail: str, lease: Lease | None = None) -> None:
         """Leave a counter and a log line."""
         request = None if lease is None else lease.request
         self.out.append(Count(name=name, detail=detail, instance=self._hello.instance, request=request))

@@ -18,6 +18,7 @@ from triptych.config import RouterConfig
 from triptych.core.deadlines import Deadlines
 from triptych.core.events import (
     Count,
+    CountName,
     Disconnect,
     JobState,
     JobView,
@@ -76,7 +77,7 @@ class Ledger:
         self.send(member, Ack(server_epoch=self.server_epoch, epoch=member.epoch, leases=(lease,)))
 
     def count(
-        self, name: str, detail: str, instance: InstanceId | None = None, request: RequestId | None = None
+        self, name: CountName, detail: str, instance: InstanceId | None = None, request: RequestId | None = None
     ) -> None:
         """Leave a counter and a log line."""
         self.out.append(Count(name=name, detail=detail, instance=instance, request=request))

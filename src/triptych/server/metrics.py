@@ -16,15 +16,16 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Histo
 from prometheus_client.registry import Collector
 from prometheus_client.utils import floatToGoString
 
-from triptych.core.events import Count, JobState, StageTiming
+from triptych.config.durations import BUCKETS
+from triptych.core.events import COUNT_NAMES, Count, CountName, JobState, StageTiming
+from triptych.core.states import TERMINAL
 from triptych.ids import InstanceId, Role
 from triptych.wire.messages import Counts
 
 _Label = TypeVar("_Label", bound=str)
 
-BUCKETS = (0.001, 0.003, 0.01, 0.03, 0.1, 0.3, 1.0, 3.0, 10.0, 30.0, 100.0, 300.0)
-"""Upper bounds in seconds; the last bucket has none."""
-
+_INSTANCE = "instance_id"
+"""Not ``instance``, which Prometheus itself gives every series, for the address that it scraped."""
 
 PLANES = frozenset({"local", "shm", "cuda-ipc", "mooncake"})
 """Data planes with a label value of their own. The name comes from an instance, so any other counts as ``other``."""
@@ -79,8 +80,10 @@ class Metrics:
     def __init__(self, read: Callable[[], Gauges]) -> None:
         self.registry = CollectorRegistry()
         self.registry.register(_Scrape(self, read))
-        self.ended: dict[JobState, int] = {}
-        self.events: dict[str, int] = {}
+        # All there from the start: an increase is only seen of a series that had a value before.
+        self.ended = {state: 0 for state in JobState if state in TERMINAL}
+        self.lasted = {state: _Durations() for state in self.ended}
+        self.events: dict[CountName, int] = dict.fromkeys(COUNT_NAMES, 0)
         self.dropped: Mapping[str, int] = {}
         """Messages that could not be read or sent so far, by socket or direction."""
         self.running = {role: _Durations() for role in Role}
@@ -88,13 +91,15 @@ class Metrics:
         self.pulls: dict[str, _Durations] = {}
         self.pulled_bytes: dict[str, int] = {}
 
-    def end(self, state: JobState) -> None:
-        """A request reached its final state."""
-        self.ended[state] = self.ended.get(state, 0) + 1
+    def end(self, state: JobState, seconds: float | None) -> None:
+        """A request reached its final state, that long after it was accepted; None: before this server's time."""
+        self.ended[state] += 1
+        if seconds is not None:
+            self.lasted[state].add(seconds)
 
     def count(self, count: Count) -> None:
         """The router counted something."""
-        self.events[count.name] = self.events.get(count.name, 0) + 1
+        self.events[count.name] += 1
 
     def stage(self, timing: StageTiming) -> None:
         """A stage finished."""
@@ -122,17 +127,19 @@ class _Scrape(Collector):
     def collect(self) -> Iterator[Metric]:
         """Every family of this server."""
         gauges, metrics = self._read(), self._metrics
-        yield _gauge("requests", "Remembered requests by state.", "state", gauges.states)
+        live = {state: count for state, count in gauges.states.items() if state not in TERMINAL}
+        yield _gauge("requests", "Requests that have not ended, by state.", "state", live)
         yield _gauge("queue_depth", "Requests that wait for an instance.", "role", gauges.queues)
         yield _gauge("slots_used", "Slots with a lease.", "role", gauges.slots_used)
         yield _gauge("slots_free", "Slots without a lease.", "role", gauges.slots_free)
-        yield _gauge("instance_up", "1 while an instance's heartbeats arrive.", "instance", gauges.up)
+        yield _gauge("instance_up", "1 while an instance's heartbeats arrive.", _INSTANCE, gauges.up)
         for field, text in _COUNTS.items():
-            yield _counter(field, text, "instance", {i: getattr(counts, field) for i, counts in gauges.counts.items()})
+            yield _counter(field, text, _INSTANCE, {i: getattr(counts, field) for i, counts in gauges.counts.items()})
         yield _gauge(
-            "instance_quarantined", "1 while others are preferred to an instance.", "instance", gauges.quarantined
+            "instance_quarantined", "1 while others are preferred to an instance.", _INSTANCE, gauges.quarantined
         )
         yield _counter("requests_ended", "Requests by final state.", "state", metrics.ended)
+        yield _histogram("request_seconds", "Seconds from acceptance to the end.", "state", metrics.lasted)
         yield _counter("events", "What the router found worth counting.", "name", metrics.events)
         yield _counter("dropped_frames", "Messages that could not be read or sent.", "socket", metrics.dropped)
         yield _counter("handoff_bytes", "Bytes pulled in handoffs.", "plane", metrics.pulled_bytes)

@@ -345,11 +345,11 @@ class DiffusionService:
 
     def updated(self, view: JobView) -> None:
         """A request changed: remember it, measure it, and tell who waits."""
+        entry = self._records.find(view.request)
         if view.state in TERMINAL:
-            self._metrics.end(view.state)
+            self._metrics.end(view.state, None if entry is None else max(0.0, time.time() - entry.created_at))
             if self._shell is not None:
                 self._shell.blobs.pop(view.request, None)
-        entry = self._records.find(view.request)
         if entry is None:
             return
         timings = view.timings

@@ -7,14 +7,18 @@ own counts (`Tally`) are read, not asked for. Every label has few values.
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import assert_never
 from wsgiref.simple_server import WSGIServer
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, Info, start_http_server
+from prometheus_client.core import CounterMetricFamily, Metric
+from prometheus_client.registry import Collector
 
 from triptych.accel.tally import Tally
 from triptych.config import InstanceConfig
+from triptych.config.durations import BUCKETS
+from triptych.core.events import COUNT_NAMES, CountName
 from triptych.core.instance_events import ComputeStarted, Ended, InstanceEvent, Pulled, PullFailed, Stepped, Usage
 from triptych.errors import ConfigError
 from triptych.transport.data.protocol import PoolFigures
@@ -23,8 +27,20 @@ from triptych.worker.jobs import Identity, Loaded
 
 log = logging.getLogger(__name__)
 
-BUCKETS = (0.001, 0.003, 0.01, 0.03, 0.1, 0.3, 1.0, 3.0, 10.0, 30.0, 100.0, 300.0)
-"""Upper bounds in seconds."""
+
+class _Read(Collector):
+    """A counter that others keep, read when it is asked for."""
+
+    def __init__(self, name: str, text: str, read: Callable[[], float]) -> None:
+        self._name, self._text, self._value = f"triptych_instance_{name}", text, read
+
+    def describe(self) -> Iterable[Metric]:
+        """The family without a value: registering must not read what is not there yet."""
+        yield CounterMetricFamily(self._name, self._text)
+
+    def collect(self) -> Iterable[Metric]:
+        """The counter as it stands."""
+        yield CounterMetricFamily(self._name, self._text, value=self._value())
 
 
 class InstanceMetrics:
@@ -48,7 +64,7 @@ class InstanceMetrics:
             return Histogram(f"triptych_instance_{name}", text, labels, registry=registry, buckets=BUCKETS)
 
         self._about = Info("triptych_instance", "What this instance is.", registry=registry)
-        self._about.info({"instance": identity.instance, "roles": ",".join(config.roles)})
+        self._about.info({"instance_id": identity.instance, "roles": ",".join(config.roles)})
         self._attention = Info("triptych_attention_backend", "What attention runs on.", ["model"], registry=registry)
         self._load_seconds = gauge("load_seconds", "Time that loading the model took; 0 until it is loaded.")
         self._held = gauge("leases", "Leases held: computing, pulled ahead, or about to be.")
@@ -63,21 +79,25 @@ class InstanceMetrics:
         self._steps = counter("steps", "Denoising steps done.")
         self._ended = counter("stages_ended", "Stages by how they ended.", "role", "outcome")
         self._events = counter("events", "What happened that should not, or seldom.", "name")
+        for name in COUNT_NAMES:  # there from the start: an increase is only seen of a series that had a value before
+            self._events.labels(name)
         self._frames = counter("dropped_frames", "Messages that could not be read or sent.", "socket")
         self._frames_seen: dict[str, int] = {}
         self._errors = counter("errors", "Failed stages and pulls by kind.", "role", "code")
         gauge("pool_bytes", "Size of the transfer pool.").set(config.transfer.pool_bytes)
         gauge("pool_used_bytes", "Bytes of the transfer pool that are taken.").set_function(lambda: figures().used)
         gauge("pool_peak_bytes", "Most that was ever taken.").set_function(lambda: figures().peak)
-        gauge("pool_refusals", "How often the pool had no room.").set_function(lambda: figures().refusals)
-        gauge("compilations", "Graphs compiled.").set_function(lambda: tally.compilations)
-        gauge("compile_seconds", "Time spent on compiling.").set_function(lambda: tally.compile_seconds)
-        gauge("uncompiled", "Calls without a graph, for there were too many.").set_function(lambda: tally.uncompiled)
+        registry.register(_Read("pool_refusals", "How often the pool had no room.", lambda: figures().refusals))
+        registry.register(_Read("compilations", "Graphs compiled.", lambda: tally.compilations))
+        registry.register(_Read("compile_seconds", "Time spent on compiling.", lambda: tally.compile_seconds))
+        registry.register(
+            _Read("uncompiled", "Calls without a graph, for there were too many.", lambda: tally.uncompiled)
+        )
 
     def loaded(self, loaded: Loaded) -> None:
         """The model is there."""
         about = {"model": loaded.schema.model, "pipeline": loaded.schema.pipeline, "device": loaded.device}
-        self._about.info({"instance": self._identity.instance, "roles": ",".join(self._config.roles), **about})
+        self._about.info({"instance_id": self._identity.instance, "roles": ",".join(self._config.roles), **about})
         self._load_seconds.set(loaded.seconds)
 
     def attention(self, backends: Mapping[str, str]) -> None:
@@ -90,7 +110,7 @@ class InstanceMetrics:
         """So many leases are held now."""
         self._held.set(leases)
 
-    def counted(self, name: str) -> None:
+    def counted(self, name: CountName) -> None:
         """The instance machine found something worth counting."""
         self._events.labels(name).inc()
 
