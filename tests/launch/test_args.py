@@ -92,14 +92,14 @@ def test_words_say_the_same_again() -> None:
         "slots": 3,
     }
     args = ServerArgs.from_kwargs(**said)
-    namespace = build_parser().parse_args(["serve", *args.words_for("instance")])
+    namespace = build_parser().parse_args(["serve", *args.for_child("instance").words])
     assert ServerArgs.from_kwargs(**said_options(namespace)) == args
 
 
 def test_words_leave_out_what_the_kind_does_not_read() -> None:
     args = ServerArgs.from_kwargs(model_path="tiny", queue_timeout=5, slots=3)
-    assert args.words_for("server") == ["--model-path", "tiny", "--queue-timeout", "5.0"]
-    assert args.words_for("instance") == ["--model-path", "tiny", "--slots", "3"]
+    assert args.for_child("server").words == ["--model-path", "tiny", "--queue-timeout", "5.0"]
+    assert args.for_child("instance").words == ["--model-path", "tiny", "--slots", "3"]
 
 
 def test_the_package_offers_it_on_first_use() -> None:

@@ -19,7 +19,7 @@ def test_a_key_becomes_its_digest_at_once() -> None:
     args = ServerArgs.from_kwargs(api_key=[KEY, DIGEST])
     assert args.server_config().api_keys == (DIGEST, DIGEST)
     assert KEY not in repr(args)
-    assert args.words_for("server") == ["--api-key", DIGEST, "--api-key", DIGEST]
+    assert args.for_child("server").words == ["--api-key", DIGEST, "--api-key", DIGEST]
 
 
 def test_keys_come_from_a_file_too(tmp_path: Path) -> None:
@@ -52,7 +52,7 @@ def test_a_refused_key_is_not_repeated() -> None:
 def test_task_ports_are_three() -> None:
     args = ServerArgs.from_kwargs(task_ports="8002,8003,8006")
     assert args.server_config().task_ports == (8002, 8003, 8006)
-    (flag, word) = args.words_for("server")
+    (flag, word) = args.for_child("server").words
     assert ServerArgs.from_kwargs(task_ports=word) == args
     assert flag == "--task-ports"
     with pytest.raises(ConfigError, match="three ports"):
@@ -110,6 +110,6 @@ def test_an_adapter_has_a_file_or_two_and_a_scale(said: str, files: tuple[str, .
     args = ServerArgs.from_kwargs(disagg_role="denoiser", disagg_server_addr="tcp://127.0.0.1:1", lora=said)
     (lora,) = args.lora
     assert (lora.name, lora.files, lora.scale) == ("fox", files, scale)
-    words = args.words_for("instance")
+    words = args.for_child("instance").words
     (again,) = ServerArgs.from_kwargs(lora=words[words.index("--lora") + 1]).lora
     assert again == lora

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 
 from triptych.errors import ConfigError
@@ -73,6 +75,37 @@ def test_a_server_reachable_by_all_is_reached_on_this_machine_by_its_loopback() 
     plan = plan_pool(args, replica_gpus=[[0]])
     assert plan.url == "http://127.0.0.1:30000"
     assert value(plan.instances[0].command, "--disagg-server-addr") == "tcp://127.0.0.1:5555"
+
+
+def keys(folder: Path) -> Path:
+    file = folder / "keys"
+    file.write_text("a-secret-key\n")
+    return file
+
+
+@pytest.mark.parametrize("with_file", [True, False])
+def test_a_server_with_keys_may_be_reached_by_all(tmp_path: Path, with_file: bool) -> None:
+    """Symptom: `triptych up --host 0.0.0.0` with keys on both doors asked for --api-key-file, which it had."""
+    said = {"api_key_file": keys(tmp_path)} if with_file else {"api_key": "a-secret-key"}
+    args = ServerArgs.from_kwargs(model_path="tiny", device="cpu", host="0.0.0.0", disagg_key_dir=tmp_path, **said)
+    plan = plan_pool(args, replica_gpus=[[0]])
+    assert plan.url == "http://127.0.0.1:30000"
+    assert ("--api-key-file" if with_file else "--api-key") in plan.server.command
+
+
+@pytest.mark.parametrize(
+    ("said", "complaint"),
+    [
+        ({"max_rate_per_key": 5}, "needs --api-key"),
+        ({"task_ports": "8002,8003,60000"}, "task-ports=60000"),
+        ({"port": 5557}, "collides with the scheduler ports"),
+        ({"api_key_file": "no-such-file"}, "cannot be read"),
+        ({"max_live_requests": 0}, "must be greater than 0"),
+    ],
+)
+def test_what_the_server_would_refuse_is_said_before_it_starts(said: dict[str, object], complaint: str) -> None:
+    with pytest.raises(ConfigError, match=complaint):
+        plan_pool(ServerArgs.from_kwargs(model_path="tiny", device="cpu", **said), replica_gpus=[[0]])
 
 
 def test_an_instance_is_told_what_concerns_its_roles() -> None:

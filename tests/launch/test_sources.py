@@ -143,5 +143,5 @@ def test_a_file_that_is_not_there_is_named(tmp_path: Path) -> None:
 def test_defaults_survive_the_way_to_a_child() -> None:
     values: dict[str, Any] = {"fps": 16, "guidance_scale": 5.5, "negative_prompt": "5", "fast": True, "style": "a=b c"}
     args = settle({"default": values}, {}, None).server_args()
-    words = args.words_for("instance")
+    words = args.for_child("instance").words
     assert settle({"default": words[1::2]}, {}, None).server_args().default == values

@@ -304,14 +304,22 @@ class ServerArgs:
     def _key_dir(self) -> Path | None:
         return None if self.disagg_key_dir is None else Path(self.disagg_key_dir)
 
-    def words_for(self, kind: Kind, **overrides: Any) -> list[str]:
-        """Command line words that start a ``triptych serve`` process of this kind with what was said here.
+    def for_child(self, kind: Kind, **overrides: Any) -> Self:
+        """What a ``triptych serve`` process of this kind is to be told of what was said here, so that it can be checked
+        before there is such a process.
 
         ``overrides`` are said besides, or instead; None takes one back.
         """
         said = {option.name: getattr(self, option.name) for option in OPTIONS if option.name in self.given}
         said = {name: value for name, value in said.items() if kind in BY_NAME[name].kinds} | overrides
-        return [w for option in OPTIONS if said.get(option.name) is not None for w in option.words(said[option.name])]
+        return self.from_kwargs(**{name: value for name, value in said.items() if value is not None})
+
+    @property
+    def words(self) -> list[str]:
+        """The command line words that say all this to ``triptych serve``."""
+        return [
+            word for option in OPTIONS if option.name in self.given for word in option.words(getattr(self, option.name))
+        ]
 
 
 def _said_of_all(kinds: Mapping[Role, str]) -> bool:

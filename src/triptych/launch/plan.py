@@ -67,13 +67,12 @@ def plan_pool(
         for role in roles:
             urls[role].append(spec.address)
     named = {f"{role}_urls": tuple(addresses) for role, addresses in urls.items()}
-    words = args.words_for("server", disagg_role="server", **named)
-    doors = {"host", "port", "scheduler_port", "disagg_key_dir", "insecure"} & args.given
-    ServerArgs.from_kwargs(**{name: getattr(args, name) for name in doors}).server_config()
+    serving = args.for_child("server", disagg_role="server", **named)
+    serving.server_config()  # built here only to hear of what is impossible before any process starts
     url = f"http://{reachable(args.host)}:{args.port}"
     return GroupPlan(
         url=url,
-        server=ProcessSpec(name="server", command=serve_command(words), address=url, withheld=VARIABLES),
+        server=ProcessSpec(name="server", command=serve_command(serving.words), address=url, withheld=VARIABLES),
         instances=tuple(instances),
     )
 
@@ -104,17 +103,14 @@ def instance_spec(
         said["base_gpu_id"] = gpus[0]
     for role in set(ROLES) - set(roles):  # what was said of other roles is for other instances of the group
         said |= {key: None for key in args.given if key.startswith(f"{role}_")}
-    words = args.words_for("instance", **said)
-    # Built here only to hear of what is impossible before any process starts.
-    known = {key: getattr(args, key) for key in args.given if key not in said}
-    said = {key: value for key, value in said.items() if value is not None}
-    config = ServerArgs.from_kwargs(**known, **said).instance_config(default_device="cpu")
+    serving = args.for_child("instance", **said)
+    config = serving.instance_config(default_device="cpu")
     environment: dict[str, str] = {}
     if args.device != "cuda" and "OMP_NUM_THREADS" not in os.environ:
         environment["OMP_NUM_THREADS"] = str(max(1, (os.cpu_count() or 1) // (threads * config.ranks)))
     return ProcessSpec(
         name=name,
-        command=serve_command(words),
+        command=serve_command(serving.words),
         address=config.work_url,
         environment=environment,
         withheld=VARIABLES,
