@@ -37,6 +37,7 @@ SERVE_OPTIONS = {
     "--disagg-p2p-hostname": "127.0.0.1",
     "--disagg-ib-device": None,
     "--disagg-transfer-pool-size": 268435456,
+    "--disagg-transfer-gpu-pool-size": 0,
     "--disagg-transfer": "auto",
     "--task": None,
     "--component": None,
