@@ -3,10 +3,14 @@
 from __future__ import annotations
 
 import socket
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
+
+import pytest
 
 from triptych.ids import ROLES, Role
-from triptych.server.readiness import Addresses, judge
+from triptych.server.readiness import LOOK_AGAIN_SECONDS, Addresses, Attendance, Readiness
 
 
 @dataclass(frozen=True)
@@ -19,6 +23,41 @@ class Instance:
 
 
 E, N, D = ROLES
+
+
+def judge(
+    live: Sequence[Instance],
+    named: Mapping[Role, Sequence[str]],
+    addresses: Addresses,
+    missing: Mapping[Role, str],
+) -> Readiness:
+    """The verdict of a server that has just begun."""
+    return Attendance(named, addresses).judge(live, missing)
+
+
+def match(addresses: Addresses, one: str, other: str) -> bool:
+    return not addresses.points(one).isdisjoint(addresses.points(other))
+
+
+class Clock:
+    now = 0.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+@pytest.fixture
+def hosts(monkeypatch: pytest.MonkeyPatch) -> dict[str, str]:
+    """What the names of the network stand for."""
+    known: dict[str, str] = {}
+
+    def look_up(name: str, *_: object, **__: object) -> list[tuple[Any, ...]]:
+        if name not in known:
+            raise socket.gaierror("no such name")
+        return [(0, 0, 0, "", (known[name], 0))]
+
+    monkeypatch.setattr("socket.getaddrinfo", look_up)
+    return known
 
 
 def test_nothing_registered_names_every_role() -> None:
@@ -50,30 +89,96 @@ def test_a_named_instance_of_another_role_is_told_apart_from_a_missing_one() -> 
     )
 
 
+def test_a_named_instance_that_came_once_and_is_gone_is_told_while_others_serve_its_role() -> None:
+    """Symptom: one dead replica of eight took the server out of every load balancer."""
+    rest = Instance((E, D), "tcp://127.0.0.1:19000")
+    one, other = Instance((N,), "tcp://127.0.0.1:19001"), Instance((N,), "tcp://127.0.0.1:19002")
+    attendance = Attendance({E: (rest.work_url,), N: (one.work_url, other.work_url)}, Addresses())
+    assert not attendance.judge([rest, one], {}).ready  # the other is still loading
+    assert attendance.judge([rest, one, other], {}) == Readiness(ready=True, reasons=())
+    degraded = attendance.judge([rest, one], {})
+    assert degraded.ready
+    assert degraded.reasons == (f"denoiser instance {other.work_url} (--denoiser-urls) has not registered or is gone",)
+    assert not attendance.judge([rest], {N: "denoiser-1 was lost"}).ready
+    assert attendance.judge([rest, other], {}).ready
+    assert attendance.judge([rest, one, other], {}).reasons == ()
+
+
+def test_all_that_are_named_are_waited_for_even_when_they_are_never_there_at_the_same_time() -> None:
+    rest = Instance((E, D), "tcp://127.0.0.1:19000")
+    one, other = Instance((N,), "tcp://127.0.0.1:19001"), Instance((N,), "tcp://127.0.0.1:19002")
+    attendance = Attendance({N: (one.work_url, other.work_url)}, Addresses())
+    assert not attendance.judge([rest, one], {}).ready
+    assert attendance.judge([rest, other], {}).ready
+
+
 def test_spelling_does_not_matter() -> None:
     addresses = Addresses()
     host = socket.gethostname()
-    assert addresses.match("tcp://localhost:19000", "tcp://127.0.0.1:19000")
-    assert addresses.match("tcp://LOCALHOST:19000", "tcp://[::1]:19000")
-    assert not addresses.match("tcp://localhost:19000", "tcp://127.0.0.1:19001")
-    assert not addresses.match(f"tcp://{host}:19000", "tcp://127.0.0.1:19000")
-    assert addresses.unresolved == {host}
+    assert match(addresses, "tcp://localhost:19000", "tcp://127.0.0.1:19000")
+    assert match(addresses, "tcp://LOCALHOST:19000", "tcp://[::1]:19000")
+    assert not match(addresses, "tcp://localhost:19000", "tcp://127.0.0.1:19001")
+    assert not match(addresses, f"tcp://{host}:19000", "tcp://127.0.0.1:19000")
+    assert addresses.stale
     addresses.resolve()
-    assert addresses.match(f"tcp://{host}:19000", "tcp://127.0.0.1:19000")
+    assert match(addresses, f"tcp://{host}:19000", "tcp://127.0.0.1:19000")
 
 
 def test_two_machines_are_not_one() -> None:
     addresses = Addresses()
     addresses.resolve()
-    assert not addresses.match("tcp://192.0.2.1:19000", "tcp://192.0.2.2:19000")
-    assert not addresses.match("tcp://192.0.2.1:19000", "tcp://127.0.0.1:19000")
+    assert not match(addresses, "tcp://192.0.2.1:19000", "tcp://192.0.2.2:19000")
+    assert not match(addresses, "tcp://192.0.2.1:19000", "tcp://127.0.0.1:19000")
 
 
-def test_a_name_that_cannot_be_looked_up_is_asked_for_again() -> None:
+def test_an_address_that_is_none_points_nowhere() -> None:
     addresses = Addresses()
-    assert not addresses.match("tcp://no-such-host.invalid:1", "tcp://127.0.0.1:1")
+    for url in ("tcp://::1:5555", "tcp://[::1", "tcp://host", "nonsense", "tcp://host:99999"):
+        assert not addresses.points(url)
+    assert judge([Instance(ROLES, "tcp://::1:5555")], {E: ("tcp://[::1]:5555",)}, addresses, {}).reasons
+
+
+def test_a_name_that_cannot_be_looked_up_is_asked_for_again_after_a_while(hosts: dict[str, str]) -> None:
+    clock = Clock()
+    addresses = Addresses(clock)
+    assert not match(addresses, "tcp://late.example:1", "tcp://192.0.2.1:1")
     addresses.resolve()
-    assert addresses.unresolved == {"no-such-host.invalid"}
+    assert not match(addresses, "tcp://late.example:1", "tcp://192.0.2.1:1")
+    assert not addresses.stale
+    clock.now += LOOK_AGAIN_SECONDS
+    assert addresses.stale
+    hosts["late.example"] = "192.0.2.1"
+    addresses.resolve()
+    assert match(addresses, "tcp://late.example:1", "tcp://192.0.2.1:1")
+    clock.now += 1000
+    assert not addresses.stale
+
+
+def test_a_named_instance_that_comes_back_at_another_address_is_known_again(hosts: dict[str, str]) -> None:
+    """Symptom: a pod that got another address behind its name was missed until the server was started anew."""
+    clock = Clock()
+    addresses = Addresses(clock)
+    attendance = Attendance({N: ("tcp://denoiser-0.svc:19000",)}, addresses)
+    hosts["denoiser-0.svc"] = "192.0.2.1"
+    attendance.judge([], {})
+    addresses.resolve()
+    assert attendance.judge([Instance((N,), "tcp://192.0.2.1:19000")], {}).reasons == ()
+
+    again = Instance((N,), "tcp://192.0.2.7:19000")
+    assert attendance.judge([again], {}).reasons
+    hosts.clear()  # the name service does not know yet
+    clock.now += LOOK_AGAIN_SECONDS
+    assert addresses.stale
+    addresses.resolve()
+    assert attendance.judge([Instance((N,), "tcp://192.0.2.1:19000")], {}).reasons == ()
+    assert attendance.judge([again], {}).reasons
+    hosts["denoiser-0.svc"] = "192.0.2.7"
+    assert not addresses.stale
+    clock.now += LOOK_AGAIN_SECONDS
+    assert addresses.stale
+    addresses.resolve()
+    assert attendance.judge([again], {}).reasons == ()
+    assert attendance.judge([Instance((N,), "tcp://192.0.2.1:19000")], {}).reasons
 
 
 def test_an_instance_in_quarantine_is_named_and_does_not_make_the_server_unready() -> None:

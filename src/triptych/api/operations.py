@@ -82,7 +82,8 @@ class Operations:
         return Health()
 
     async def ready(self, request: Request) -> Response:
-        """200 when every role has an instance, 503 with the reasons otherwise; reasons are for who has a key."""
+        """200 when every role has an instance and all that were named have come once, 503 otherwise. Reasons say what
+        is missing or in doubt, with 200 what can be done without; they are for who has a key."""
         readiness = self._service.readiness()
         reasons = list(readiness.reasons) if self._shows(request) else []
         if readiness.ready:

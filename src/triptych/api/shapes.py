@@ -178,7 +178,7 @@ class Health(Shape):
 
 
 class Ready(Shape):
-    """Requests are served."""
+    """Requests are served, with fewer instances than there could be if there are reasons."""
 
     ready: Literal[True] = True
     reasons: list[str] = []

@@ -59,7 +59,7 @@ class ServerConfig:
     scheduler_port: int = 5555
     """Frontend port; the results of encoder, denoiser and decoder arrive on the next three."""
     instance_urls: dict[Role, tuple[str, ...]] = field(default_factory=dict[Role, tuple[str, ...]])
-    """Work addresses of instances to wait for before the server is ready, by role."""
+    """Work addresses of instances, by role, each of which is waited for once before the server is ready."""
     run_timeout: float = 600.0
     """Seconds of running time over all attempts of a request (``--disagg-timeout``)."""
     queue_timeout: float = 600.0

@@ -1,26 +1,32 @@
-"""Whether the server can serve: every role has a live instance, and every instance that was named has come."""
+"""Whether the server can serve: every role has a live instance, and every instance that was named has come once."""
 
 from __future__ import annotations
 
 import ipaddress
 import socket
-from collections.abc import Iterable, Mapping, Sequence
+import time
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Protocol
-from urllib.parse import urlsplit
 
 import psutil
 
-from triptych.ids import Role
+from triptych.config import parse_tcp_url
+from triptych.errors import ConfigError
+from triptych.ids import ROLES, Role
 
 _HERE = "127.0.0.1"
 """Stands for every address of this machine."""
 
+LOOK_AGAIN_SECONDS = 5.0
+"""Between two look-ups of host names, as long as there is reason to doubt what they gave."""
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Readiness:
-    """The verdict; ``reasons`` name each role and address that is missing, and each instance that is in quarantine,
-    which alone does not make the server unready."""
+    """The verdict; ``reasons`` name each role and address that is missing, and each instance that is in quarantine.
+
+    A server that is ready may have reasons too: what it misses, but can do without."""
 
     ready: bool
     reasons: tuple[str, ...]
@@ -58,37 +64,46 @@ class LiveInstance(Protocol):
 class Addresses:
     """Compares ``tcp://host:port`` addresses by what they point at, not by how they are spelled.
 
-    `match` never blocks: a host name counts only as itself until `resolve`, which does block, has looked it up.
+    `points` never blocks: a host name counts only as itself until `resolve`, which does block, has looked it up.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
+        self._clock = clock
         self._own: frozenset[str] = frozenset()
         self._resolved: dict[str, frozenset[str]] = {}
-        self.unresolved: set[str] = set()
-        """Host names that were asked for and are not looked up yet."""
+        self._asked: set[str] = set()
+        self._looked_at: float | None = None
+        self._doubted = True
 
     @property
     def stale(self) -> bool:
-        """Whether there is something for `resolve` to do."""
-        return not self._own or bool(self.unresolved)
+        """Whether there is something for `resolve` to do: a name never tried, or, some seconds after the last time, a
+        doubt or a name that is not known yet."""
+        if self._looked_at is None or not self._asked <= self._resolved.keys():
+            return True
+        doubted = self._doubted or not all(self._resolved.values())
+        return doubted and self._clock() >= self._looked_at + LOOK_AGAIN_SECONDS
+
+    def doubt(self) -> None:
+        """Have every name looked up again: machines get other addresses when they are started anew."""
+        self._doubted = True
 
     def resolve(self) -> None:
-        """Look up the addresses of this machine and every name asked for so far. A name that is not known yet is
-        asked for again the next time."""
-        if not self._own:
-            self._own = frozenset(a.address for card in psutil.net_if_addrs().values() for a in card)
-        for name in tuple(self.unresolved):
-            try:
-                found = socket.getaddrinfo(name, None, type=socket.SOCK_STREAM)
-            except OSError:
-                continue
-            self._resolved[name] = frozenset(str(entry[4][0]) for entry in found)
-            self.unresolved.discard(name)
+        """Look up the addresses of this machine and every name asked for since the last time. A name that is not known
+        now keeps what it had."""
+        self._doubted = False
+        self._own = frozenset(a.address for card in psutil.net_if_addrs().values() for a in card)
+        names, self._asked = self._asked, set()
+        self._resolved = {name: _look_up(name) or self._resolved.get(name, frozenset()) for name in names}
+        self._looked_at = self._clock()
 
-    def match(self, one: str, other: str) -> bool:
-        """Whether two addresses have the same port and a host address in common."""
-        a, b = urlsplit(one), urlsplit(other)
-        return a.port == b.port and not self._hosts(a.hostname or "").isdisjoint(self._hosts(b.hostname or ""))
+    def points(self, url: str) -> frozenset[tuple[str, int]]:
+        """The host addresses and ports that a URL points at; none when it is not ``tcp://host:port``."""
+        try:
+            host, port = parse_tcp_url("url", url)
+        except ConfigError:
+            return frozenset()
+        return frozenset((address, port) for address in self._hosts(host))
 
     def _hosts(self, host: str) -> frozenset[str]:
         if host == "localhost":
@@ -96,40 +111,65 @@ class Addresses:
         try:
             addresses = frozenset({str(ipaddress.ip_address(host))})
         except ValueError:
-            known = self._resolved.get(host)
-            if known is None:
-                self.unresolved.add(host)
+            self._asked.add(host)
+            addresses = self._resolved.get(host)
+            if not addresses:
                 return frozenset({host})
-            addresses = known
         return frozenset(_HERE if self._is_here(a) else a for a in addresses)
 
     def _is_here(self, address: str) -> bool:
         return address in self._own or ipaddress.ip_address(address.partition("%")[0]).is_loopback
 
 
-def judge(
-    instances: Iterable[LiveInstance],
-    named: Mapping[Role, Sequence[str]],
-    addresses: Addresses,
-    missing: Mapping[Role, str],
-) -> Readiness:
-    """Readiness from the live instances and the addresses given as ``--encoder-urls`` and its like.
+def _look_up(name: str) -> frozenset[str]:
+    """The addresses of a host; none when it is not known."""
+    try:
+        return frozenset(str(entry[4][0]) for entry in socket.getaddrinfo(name, None, type=socket.SOCK_STREAM))
+    except OSError:
+        return frozenset()
 
-    ``missing`` says of each role that nobody serves how that came, as far as it is known.
+
+class Attendance:
+    """Judges the live instances against the addresses given as ``--encoder-urls`` and its like.
+
+    Named instances are waited for until each has come once. From then on one that is away is told among the reasons,
+    and the server is ready for as long as every role is served: where others serve, it should get their work.
     """
-    live = tuple(instances)
-    reasons = [f"no live instance serves the role {role}: {why}" for role, why in missing.items()]
-    for role, urls in named.items():
-        for url in urls:
-            there = [i for i in live if addresses.match(i.work_url, url)]
-            if not there:
-                reasons.append(f"{role} instance {url} (--{role}-urls) has not registered or is gone")
-            elif not any(role in i.roles for i in there):
-                serves = ", ".join(role for i in there for role in i.roles)
-                reasons.append(f"{role} instance {url} (--{role}-urls) serves {serves}, not {role}")
-    doubts = [
-        f"instance {i.instance} is in quarantine for {i.quarantined:.0f} s more, others are preferred: {i.failures}"
-        for i in live
-        if i.quarantined
-    ]
-    return Readiness(ready=not reasons, reasons=(*reasons, *doubts))
+
+    def __init__(self, named: Mapping[Role, Sequence[str]], addresses: Addresses) -> None:
+        self._named = tuple((role, url) for role, urls in named.items() for url in urls)
+        self._awaited = set(self._named)
+        self._addresses = addresses
+
+    def judge(self, instances: Iterable[LiveInstance], missing: Mapping[Role, str]) -> Readiness:
+        """Readiness now. ``missing`` says of each role that nobody serves how that came, as far as it is known."""
+        live = tuple(instances)
+        absent = self._absent(live)
+        if absent:
+            self._addresses.doubt()
+        self._awaited &= absent.keys()
+        unserved = [f"no live instance serves the role {role}: {why}" for role, why in missing.items()]
+        doubts = [
+            f"instance {i.instance} is in quarantine for {i.quarantined:.0f} s more, others are preferred: {i.failures}"
+            for i in live
+            if i.quarantined
+        ]
+        return Readiness(ready=not unserved and not self._awaited, reasons=(*unserved, *absent.values(), *doubts))
+
+    def _absent(self, live: Sequence[LiveInstance]) -> dict[tuple[Role, str], str]:
+        """The named instances that are not there, each with what there is to say of it."""
+        if not self._named:
+            return {}
+        at: dict[tuple[str, int], set[Role]] = {}
+        for instance in live:
+            for point in self._addresses.points(instance.work_url):
+                at.setdefault(point, set()).update(instance.roles)
+        absent: dict[tuple[Role, str], str] = {}
+        for role, url in self._named:
+            there = set[Role]().union(*(at.get(point, ()) for point in self._addresses.points(url)))
+            if role in there:
+                continue
+            serves = ", ".join(served for served in ROLES if served in there)
+            why = f"serves {serves}, not {role}" if there else "has not registered or is gone"
+            absent[role, url] = f"{role} instance {url} (--{role}-urls) {why}"
+        return absent

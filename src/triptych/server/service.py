@@ -36,7 +36,7 @@ from triptych.server.info import describe_pool, life_of
 from triptych.server.keeper import Keeper
 from triptych.server.metrics import Gauges, Metrics
 from triptych.server.notices import Notices
-from triptych.server.readiness import Addresses, Readiness, judge
+from triptych.server.readiness import Addresses, Attendance, Readiness
 from triptych.server.records import TASK_ID, Entry, JobRecord, OutputKind, StoredFile, turn
 from triptych.server.shell import Shell
 from triptych.transport.control.keys import load_keys
@@ -70,6 +70,7 @@ class DiffusionService:
         self._records = self._keeper.records
         self.saved = self._keeper.saved
         self._addresses = Addresses()
+        self._attendance = Attendance(config.instance_urls, self._addresses)
         self._metrics = Metrics(self._gauges)
         self._router = Router(config.router, self._epoch, self._result_urls())
         self._notices = Notices()
@@ -320,10 +321,9 @@ class DiffusionService:
         return self._router.predicted_wait()
 
     def readiness(self) -> Readiness:
-        """Whether every role has a live instance and every named instance has come; reasons name what is missing."""
-        return judge(
-            self._router.instances(), self._config.instance_urls, self._addresses, self._router.missing_roles()
-        )
+        """Whether every role has a live instance and every named instance has come once; reasons name what is missing,
+        also what can be done without."""
+        return self._attendance.judge(self._router.instances(), self._router.missing_roles())
 
     def info(self) -> dict[str, Any]:
         """Roles, instances, slots, queues and memory as plain JSON values, for people and dashboards."""
@@ -372,7 +372,8 @@ class DiffusionService:
         await self._keeper.store(request, files)
 
     def ticked(self) -> None:
-        """About once a second: look up host names, count what was dropped, forget what expired, audit the books."""
+        """About once a second: see who is there and look up host names, count what was dropped, forget what expired,
+        audit the books."""
         for instance in self._router.instances():
             self._known.pop(instance.instance, None)
             self._known[instance.instance] = None
@@ -383,6 +384,7 @@ class DiffusionService:
         self._keeper.expire()
         self._audit()
         self._notices.flush()
+        self.readiness()  # who comes is seen also while nobody asks
         if self._addresses.stale and not self._resolving:
             self._resolving = True
             self._keeper.spawn(self._resolve())
