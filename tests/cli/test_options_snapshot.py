@@ -16,6 +16,7 @@ SERVE_OPTIONS = {
     "--scheduler-port": 5555,
     "--host": "127.0.0.1",
     "--port": 30000,
+    "--log-level": "info",
     "--num-gpus": 1,
     "--base-gpu-id": 0,
     "--denoiser-cfg": None,

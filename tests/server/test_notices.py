@@ -6,9 +6,10 @@ import logging
 
 import pytest
 
-from triptych.core.events import Count
-from triptych.ids import InstanceId
-from triptych.server.notices import IN_FULL, PERIOD, Notices
+from triptych.core.events import Count, JobState, JobView
+from triptych.ids import InstanceId, RequestId
+from triptych.server.notices import CAUSE, IN_FULL, PERIOD, Notices
+from triptych.wire.messages import ErrorInfo
 
 
 class Clock:
@@ -58,3 +59,29 @@ def test_names_of_peers_cannot_forge_a_line(notices: Notices, caplog: pytest.Log
     notices.add(stale(detail="a" * 100_000))
     assert "x\\n2026" in caplog.messages[0]
     assert all(message.isprintable() and len(message) < 600 for message in caplog.messages)
+
+
+def view(state: JobState, error: ErrorInfo | None = None) -> JobView:
+    return JobView(
+        request=RequestId("video_1"), state=state, attempt=2, step=0, steps=0, position=None, waiting_seconds=1.25,
+        running_seconds=60.0, error=error, timings=(),
+    )  # fmt: skip
+
+
+def test_the_log_says_what_became_of_a_job_and_which_call_began_it(
+    notices: Notices, caplog: pytest.LogCaptureFixture
+) -> None:
+    token = CAUSE.set("req_7")
+    notices.accepted(RequestId("video_1"))
+    CAUSE.reset(token)
+    notices.accepted(RequestId("video_2"))
+    notices.ended(view(JobState.DONE))
+    late = ErrorInfo(code="queue_timeout", message="waited\n too long", blame="client")
+    notices.ended(view(JobState.TIMED_OUT, late))
+    assert caplog.messages == [
+        "accepted: request video_1 by HTTP request req_7",
+        "accepted: request video_2",
+        "done: request video_1 after 1.2 s of waiting and 60.0 s of running, attempt 2",
+        "timed_out: request video_1 after 1.2 s of waiting and 60.0 s of running, attempt 2, code queue_timeout: "
+        "waited\\n too long",
+    ]

@@ -2,13 +2,10 @@
 
 from __future__ import annotations
 
-import pytest
-
 from triptych.core.instance_events import Pulled, PullFailed
-from triptych.errors import ConfigError
 from triptych.ids import CopyId, Epoch, InstanceId, RequestId, Role
 from triptych.wire.messages import ErrorInfo, Finished, Lease, Staged, StageFailed, Stopped
-from triptych.worker.logs import configure_logging, outcome_line, pull_failed_line
+from triptych.worker.logs import outcome_line, pull_failed_line
 
 WHO = {"instance": InstanceId("i"), "epoch": Epoch("e"), "server_epoch": None}
 LEASE = Lease(RequestId("r1"), Role.DENOISER, 2)
@@ -31,9 +28,3 @@ def test_every_end_of_a_stage_is_one_line_with_who_and_how_long() -> None:
     assert pull_failed_line(PullFailed(lease=LEASE, copy=CopyId("c"), error=ERROR)) == (
         f"pull failed {head} copy=c code=pool_full error='no room'"
     )
-
-
-def test_an_unknown_log_level_is_refused_by_name(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("TRIPTYCH_LOG_LEVEL", "loud")
-    with pytest.raises(ConfigError, match="TRIPTYCH_LOG_LEVEL='LOUD': must be one of DEBUG"):
-        configure_logging("i")

@@ -14,6 +14,7 @@ from starlette.requests import ClientDisconnect
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from triptych.api.errors import CLIENT_CLOSED, BodyStalled, BodyTooLarge, error_response, typed_response
+from triptych.server.notices import CAUSE
 
 log = logging.getLogger(__name__)
 
@@ -67,6 +68,7 @@ class Gate:
         headers = Headers(scope=scope)
         wanted = headers.get("x-request-id", "")
         request_id = wanted if _SANE_ID.fullmatch(wanted) else f"req_{secrets.token_hex(12)}"
+        CAUSE.set(request_id)
         begun = time.monotonic()
         status = 0
 

@@ -6,9 +6,9 @@ import argparse
 import logging
 import os
 import signal
-import sys
 
 from triptych.cli.arguments import said_options
+from triptych.config.logs import VARIABLE, configure_logging
 from triptych.errors import ConfigError
 from triptych.ids import ROLES
 from triptych.launch.args import ServerArgs
@@ -21,10 +21,10 @@ log = logging.getLogger("triptych")
 def run(args: argparse.Namespace) -> int:
     """Serve until a signal; returns the exit status."""
     follow_supervisor()
-    logging.basicConfig(level=logging.INFO, stream=sys.stderr, format="%(asctime)s %(levelname)s %(name)s: %(message)s")
-    logging.getLogger("httpx").setLevel(logging.WARNING)
     settled = settle(said_options(args), os.environ, args.config)
     options = settled.server_args()
+    os.environ[VARIABLE] = options.log_level
+    configure_logging("server")  # a role says later which instance it is
     options.check_applies(settled.sources)
     for note in settled.notes:
         log.warning("%s", note)

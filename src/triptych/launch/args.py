@@ -45,6 +45,7 @@ class ServerArgs:
     scheduler_port: int = 5555
     host: str = "127.0.0.1"
     port: int = 30000
+    log_level: str = "info"
     num_gpus: int = 1
     base_gpu_id: int = 0
     denoiser_cfg: int | None = None

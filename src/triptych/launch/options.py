@@ -23,6 +23,7 @@ from triptych.launch.readers import (
     read_defaults,
     read_integer,
     read_keys,
+    read_log_level,
     read_loras,
     read_path,
     read_ports,
@@ -127,6 +128,9 @@ OPTIONS: tuple[Option, ...] = (
     _option("scheduler_port", read_integer, 5555, ALL, "PORT", _PORT),
     _option("host", read_text, "127.0.0.1", DOOR, "HOST", "address that HTTP and the control plane bind"),
     _option("port", read_integer, 30000, DOOR, "PORT", "HTTP port"),
+    _option(
+        "log_level", read_log_level, "info", ALL, "LEVEL", "debug, info, warning, error or critical: what is logged"
+    ),
     _option("num_gpus", read_integer, 1, COMPUTE, "N", "GPUs of the instance"),
     _option("base_gpu_id", read_integer, 0, COMPUTE, "ID", "first GPU of the instance"),
     _option(

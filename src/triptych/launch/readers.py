@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any, TypeAlias, cast
 
 from triptych.config import KEY_PREFIX, MIB, Lora, Shape, parse_shape, parse_tcp_url
+from triptych.config.logs import LEVELS
 from triptych.errors import ConfigError
 from triptych.ids import ROLES, Role
 
@@ -274,6 +275,11 @@ def _digest(flag: str, key: object) -> str:
             raise ConfigError(f"{flag}: a digest must be {KEY_PREFIX} and 64 lower-case hex digits")
         return key
     return KEY_PREFIX + hashlib.sha256(key.encode()).hexdigest()
+
+
+def read_log_level(flag: str, value: object) -> str:
+    """A level by its name, in letters of any case."""
+    return one_of(*LEVELS)(flag, value.lower() if isinstance(value, str) else value)
 
 
 def one_of(*names: str) -> Reader:

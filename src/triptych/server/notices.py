@@ -1,4 +1,5 @@
-"""What the router counts, told in the log: each one while they are few, their number when they come as a flood."""
+"""What happens to jobs and what the router counts, told in the log: each one while they are few, their number when
+they come as a flood."""
 
 from __future__ import annotations
 
@@ -6,8 +7,10 @@ import logging
 import time
 from collections import Counter
 from collections.abc import Callable
+from contextvars import ContextVar
 
-from triptych.core.events import Count
+from triptych.core.events import Count, JobView
+from triptych.ids import RequestId
 
 log = logging.getLogger(__name__)
 
@@ -19,6 +22,10 @@ _LONGEST = 500
 """Characters of a notice: ids and details come from peers."""
 
 
+CAUSE: ContextVar[str] = ContextVar("cause", default="")
+"""The id of the HTTP request that is being answered, which its client got as ``x-request-id``."""
+
+
 class Notices:
     """A log that a stranger's messages can neither fill nor forge lines of. ``clock`` gives seconds."""
 
@@ -28,12 +35,33 @@ class Notices:
         self._seen: Counter[str] = Counter()
 
     def add(self, count: Count) -> None:
-        """Tell of one thing, unless there were too many of its kind lately."""
-        self.flush()
-        self._seen[count.name] += 1
-        if self._seen[count.name] <= IN_FULL:
+        """Tell of what the router counted."""
+        if self._few(count.name):
             text = f"{count.name}: {count.detail} (instance {count.instance}, request {count.request})"
             log.info("%s", _plain(text))
+
+    def accepted(self, request: RequestId) -> None:
+        """Tell that a request was accepted, and by which call."""
+        if self._few("accepted"):
+            cause = CAUSE.get()
+            log.info("%s", _plain(f"accepted: request {request}" + (f" by HTTP request {cause}" if cause else "")))
+
+    def ended(self, view: JobView) -> None:
+        """Tell what became of a request."""
+        if self._few(view.state):
+            text = (
+                f"{view.state}: request {view.request} after {view.waiting_seconds:.1f} s of waiting and "
+                f"{view.running_seconds:.1f} s of running, attempt {view.attempt}"
+            )
+            if view.error is not None:
+                text += f", code {view.error.code}: {view.error.message}"
+            log.info("%s", _plain(text))
+
+    def _few(self, kind: str) -> bool:
+        """Whether one more of a kind is told in full: there were not too many of them lately."""
+        self.flush()
+        self._seen[kind] += 1
+        return self._seen[kind] <= IN_FULL
 
     def flush(self) -> None:
         """At the end of a period, say how many were left out."""

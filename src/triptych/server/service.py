@@ -189,6 +189,7 @@ class DiffusionService:
             shell.blobs.pop(entry.id, None)
             await self._keeper.erase(entry)
             raise
+        self._notices.accepted(entry.id)
         return entry.id
 
     def get(self, id: RequestId) -> JobRecord:
@@ -350,6 +351,7 @@ class DiffusionService:
             self._metrics.end(view.state, None if entry is None else max(0.0, time.time() - entry.created_at))
             if self._shell is not None:
                 self._shell.blobs.pop(view.request, None)
+            self._notices.ended(view)
         if entry is None:
             return
         timings = view.timings

@@ -2,29 +2,8 @@
 
 from __future__ import annotations
 
-import logging
-import os
-import sys
-from typing import Final
-
 from triptych.core.instance_events import Pulled, PullFailed
-from triptych.errors import ConfigError
 from triptych.wire.messages import Finished, Outcome, Staged, StageFailed, Stopped
-
-_LEVELS: Final = ("DEBUG", "INFO", "WARNING", "ERROR", "CRITICAL")
-
-
-def configure_logging(who: str) -> None:
-    """Send the package's log to standard error, each line marked with ``who``; the level is TRIPTYCH_LOG_LEVEL."""
-    level = os.environ.get("TRIPTYCH_LOG_LEVEL", "INFO").upper()
-    if level not in _LEVELS:
-        raise ConfigError(f"TRIPTYCH_LOG_LEVEL={level!r}: must be one of {', '.join(_LEVELS)}")
-    handler = logging.StreamHandler(sys.stderr)
-    handler.setFormatter(logging.Formatter(f"%(asctime)s %(levelname)s {who} %(message)s"))
-    logger = logging.getLogger("triptych")
-    logger.handlers[:] = [handler]
-    logger.setLevel(level)
-    logger.propagate = False
 
 
 def outcome_line(outcome: Outcome, pulled: Pulled | None) -> str:

@@ -17,6 +17,7 @@ import torch
 
 from triptych.accel.tally import Tally
 from triptych.config import InstanceConfig
+from triptych.config.logs import configure_logging
 from triptych.core.instance import InstanceMachine
 from triptych.core.instance_events import Stop, Usage
 from triptych.pipeline.load import load_pipeline
@@ -30,7 +31,6 @@ from triptych.worker.control import ControlLoop
 from triptych.worker.crew import Crew
 from triptych.worker.jobs import Identity, Loaded, ThreadDied
 from triptych.worker.lifecycle import exit_by, exit_now, instance_id, new_epoch, on_stop_signals
-from triptych.worker.logs import configure_logging
 from triptych.worker.metrics import InstanceMetrics, serve_metrics
 from triptych.worker.ranks.leader import Leader
 from triptych.worker.ranks.lockstep import load_in_lockstep

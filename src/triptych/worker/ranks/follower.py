@@ -19,11 +19,11 @@ from queue import SimpleQueue
 import torch
 
 from triptych.accel.parallel.team import Team
+from triptych.config.logs import configure_logging
 from triptych.errors import Blame, TriptychError
 from triptych.pipeline.load import load_cold
 from triptych.pipeline.stage import Resumable, RolePipeline, StageRun
 from triptych.worker.lifecycle import exit_now
-from triptych.worker.logs import configure_logging
 from triptych.worker.ranks.orders import (
     Advance,
     Answer,
