@@ -41,6 +41,7 @@ from triptych.wire.messages import (
     StageFailed,
     Stopped,
     ToInstance,
+    Unknown,
     Welcome,
     replace,
 )
@@ -49,6 +50,7 @@ from triptych.worker.control import ControlLoop
 from triptych.worker.crew import Crew
 from triptych.worker.jobs import Identity, MediaReady, ThreadDied
 from triptych.worker.metrics import InstanceMetrics
+from triptych.worker.standing import Standing
 from triptych.worker.threads import Mailbox
 
 WAIT = 60.0
@@ -84,8 +86,9 @@ class Stand:
             roles=ROLES, server_addr=f"tcp://127.0.0.1:{self.port}", work_port=work_port, transfer=TransferConfig(),
             model=ModelConfig(path="tiny", device="cpu"),
         )  # fmt: skip
+        self.standing = Standing(config.server_addr)
         self.metrics = InstanceMetrics(
-            identity=identity, config=config, figures=lambda: self.plane.figures, tally=Tally()
+            identity=identity, config=config, figures=lambda: self.plane.figures, tally=Tally(), standing=self.standing
         )
         self.crew = Crew(
             load=self._load, device="cpu", slots=2, max_running=1, tally=Tally(), plane=self.plane, identity=identity,
@@ -99,7 +102,7 @@ class Stand:
             control=self.control, machine=InstanceMachine(hello), plane=self.plane, crew=self.crew,
             mailbox=self.mailbox, identity=identity,
             usage=lambda: Usage(pool_used=self.plane.used_bytes, resident_bytes=1, device_bytes=0),
-            metrics=self.metrics,
+            metrics=self.metrics, standing=self.standing,
         )  # fmt: skip
         self.exit_code: int | None = None
         self.thread = threading.Thread(target=self._run, daemon=True)
@@ -154,6 +157,19 @@ def stand() -> Iterator[Stand]:
 
 def lease(role: Role, request: str = "r") -> Lease:
     return Lease(RequestId(request), role, 1)
+
+
+def test_whether_the_server_has_the_instance_is_known(stand: Stand) -> None:
+    def wait_for(welcomed: bool) -> None:
+        deadline = time.monotonic() + WAIT
+        while stand.standing.welcomed is not welcomed:
+            assert time.monotonic() < deadline
+            time.sleep(0.01)
+
+    wait_for(True)
+    stand.server.send_member(ME, Unknown(server_epoch=SERVER, epoch=LIFE))
+    stand.server.flush()
+    wait_for(False)
 
 
 def test_a_stop_is_told_to_the_server_and_ends_well(stand: Stand) -> None:

@@ -16,8 +16,10 @@ from triptych.ids import ROLES, CopyId, Epoch, InstanceId, RequestId, Role
 from triptych.launch.ports import free_ports, is_free, listen
 from triptych.transport.data.protocol import PoolFigures
 from triptych.wire.messages import ErrorInfo, Finished, Lease, Staged, StageFailed
+from triptych.worker.exporter import Exporter, serve_metrics
 from triptych.worker.jobs import Identity
-from triptych.worker.metrics import Exporter, InstanceMetrics, serve_metrics
+from triptych.worker.metrics import InstanceMetrics
+from triptych.worker.standing import Standing
 
 IDENTITY = Identity(instance=InstanceId("denoiser-1"), epoch=Epoch("e"))
 ERROR = ErrorInfo(code="out_of_memory", message="no", blame="instance")
@@ -36,7 +38,13 @@ def config(**options: Any) -> InstanceConfig:
 
 def metrics(settings: InstanceConfig, tally: Tally | None = None) -> InstanceMetrics:
     figures = PoolFigures(used=10, peak=30, refusals=2)
-    return InstanceMetrics(identity=IDENTITY, config=settings, figures=lambda: figures, tally=tally or Tally())
+    return InstanceMetrics(
+        identity=IDENTITY,
+        config=settings,
+        figures=lambda: figures,
+        tally=tally or Tally(),
+        standing=Standing(settings.server_addr),
+    )
 
 
 def lease(number: int, role: Role = Role.DENOISER) -> Lease:
@@ -90,6 +98,26 @@ def test_a_scrape_shows_what_was_done_and_what_is_held(scraped: tuple[InstanceMe
     assert found['stages_ended_total{outcome="staged",role="denoiser"}'] == 1
     assert found['errors_total{code="out_of_memory",role="denoiser"}'] == 2
     assert (found["resident_bytes"], found["device_bytes"], found["compilations_total"]) == (7, 8, 5)
+
+
+def test_probes_are_told_whether_the_process_lives_and_serves(
+    scraped: tuple[InstanceMetrics, Exporter, Tally],
+) -> None:
+    subject, exporter, _ = scraped
+
+    def ask(path: str) -> tuple[int, str]:
+        answer = asking.get(f"http://127.0.0.1:{exporter.port}{path}", trust_env=False)
+        return answer.status_code, answer.text
+
+    assert ask("/health")[0] == 200
+    assert ask("/ready")[0] == 503
+    assert scrape(exporter)["welcomed"] == 0
+    subject.standing.saw(True, 1.0)
+    assert ask("/ready") == (200, "the server has this instance\n")
+    assert scrape(exporter)["welcomed"] == 1
+    subject.standing.saw(False, 2.0)
+    assert ask("/ready")[0] == 503
+    assert ask("/else")[0] == 404
 
 
 def test_a_decoder_counts_files(scraped: tuple[InstanceMetrics, Exporter, Tally]) -> None:

@@ -55,6 +55,7 @@ from triptych.worker.jobs import (
 )
 from triptych.worker.logs import outcome_line, pull_failed_line
 from triptych.worker.metrics import InstanceMetrics
+from triptych.worker.standing import Standing
 from triptych.worker.threads import Mailbox
 
 log = logging.getLogger(__name__)
@@ -76,6 +77,7 @@ class ControlLoop:
         identity: Identity,
         usage: Callable[[], Usage],
         metrics: InstanceMetrics | None = None,
+        standing: Standing,
     ) -> None:
         self._control = control
         self._machine = machine
@@ -85,6 +87,7 @@ class ControlLoop:
         self._identity = identity
         self._usage = usage
         self._metrics = metrics
+        self._standing = standing
         self._tickets: dict[Lease, Ticket] = {}
         self._inputs: dict[Lease, InputsReady] = {}
         """Pulled and not yet given to the compute thread."""
@@ -105,6 +108,7 @@ class ControlLoop:
                 if self._metrics is not None:
                     self._metrics.held(len(self._machine.leases))
                     self._metrics.dropped(self._control.dropped)
+                self._standing.saw(self._machine.welcomed, now)
                 self._audit()
             self._feed(Tick())
             self._control.flush()

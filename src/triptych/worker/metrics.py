@@ -1,4 +1,4 @@
-"""Prometheus metrics of one instance, on an HTTP port of their own.
+"""Prometheus metrics of one instance.
 
 The control thread counts what it sees; a thread of the exporter renders. The compute thread has no part in it, and its
 own counts (`Tally`) are read, not asked for. Every label has few values.
@@ -9,9 +9,8 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Iterable, Mapping
 from typing import assert_never
-from wsgiref.simple_server import WSGIServer
 
-from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, Info, start_http_server
+from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, Info
 from prometheus_client.core import CounterMetricFamily, Metric
 from prometheus_client.registry import Collector
 
@@ -20,10 +19,10 @@ from triptych.config import InstanceConfig
 from triptych.config.durations import BUCKETS
 from triptych.core.events import COUNT_NAMES, CountName
 from triptych.core.instance_events import ComputeStarted, Ended, InstanceEvent, Pulled, PullFailed, Stepped, Usage
-from triptych.errors import ConfigError
 from triptych.transport.data.protocol import PoolFigures
 from triptych.wire.messages import Finished, Lease, Outcome, Staged, StageFailed, Stopped
 from triptych.worker.jobs import Identity, Loaded
+from triptych.worker.standing import Standing
 
 log = logging.getLogger(__name__)
 
@@ -47,12 +46,19 @@ class InstanceMetrics:
     """What one instance has done. All but `attention` and rendering is for the control thread."""
 
     def __init__(
-        self, *, identity: Identity, config: InstanceConfig, figures: Callable[[], PoolFigures], tally: Tally
+        self,
+        *,
+        identity: Identity,
+        config: InstanceConfig,
+        figures: Callable[[], PoolFigures],
+        tally: Tally,
+        standing: Standing,
     ) -> None:
         self.registry = registry = CollectorRegistry()
         self._identity = identity
         self._config = config
         self._computing: set[Lease] = set()
+        self.standing = standing
 
         def gauge(name: str, text: str) -> Gauge:
             return Gauge(f"triptych_instance_{name}", text, registry=registry)
@@ -67,6 +73,7 @@ class InstanceMetrics:
         self._about.info({"instance_id": identity.instance, "roles": ",".join(config.roles)})
         self._attention = Info("triptych_attention_backend", "What attention runs on.", ["model"], registry=registry)
         self._load_seconds = gauge("load_seconds", "Time that loading the model took; 0 until it is loaded.")
+        gauge("welcomed", "1 while the server has this instance.").set_function(lambda: standing.welcomed)
         self._held = gauge("leases", "Leases held: computing, pulled ahead, or about to be.")
         self._running = gauge("leases_computing", "Leases whose stage computes.")
         self._resident = gauge("resident_bytes", "Memory of the process.")
@@ -161,37 +168,3 @@ class InstanceMetrics:
                 self._ended.labels(role, "stopped").inc()
             case _:
                 assert_never(outcome)
-
-
-class Exporter:
-    """The HTTP server of the metrics, with threads of its own."""
-
-    def __init__(self, server: WSGIServer) -> None:
-        self._server = server
-        self.port: int = server.server_port
-
-    def close(self) -> None:
-        """Let go of the port."""
-        self._server.shutdown()
-        self._server.server_close()
-
-
-def serve_metrics(metrics: InstanceMetrics, config: InstanceConfig) -> Exporter | None:
-    """Answer scrapes on the port that ``config`` says; None where it says none.
-
-    Raises `ConfigError` when the port was asked for and cannot be had. That serving needs no metrics, a default port
-    that is taken is only a warning.
-    """
-    port, host = config.own_metrics_port, config.transfer.hostname
-    if not port:
-        return None
-    try:
-        server, _ = start_http_server(port, addr=host, registry=metrics.registry)
-    except OSError as error:
-        problem = f"--metrics-port {port} on {host}: {error.strerror or error}"
-        if config.metrics_port is not None:
-            raise ConfigError(problem) from error
-        log.warning("no metrics: %s", problem)
-        return None
-    log.info("metrics on http://%s:%d/metrics", host, port)
-    return Exporter(server)

@@ -29,11 +29,13 @@ from triptych.transport.host import host_id
 from triptych.wire.messages import PROTOCOL_VERSION, Counts, Hello
 from triptych.worker.control import ControlLoop
 from triptych.worker.crew import Crew
+from triptych.worker.exporter import serve_metrics
 from triptych.worker.jobs import Identity, Loaded, ThreadDied
 from triptych.worker.lifecycle import exit_by, exit_now, instance_id, new_epoch, on_stop_signals
-from triptych.worker.metrics import InstanceMetrics, serve_metrics
+from triptych.worker.metrics import InstanceMetrics
 from triptych.worker.ranks.leader import Leader
 from triptych.worker.ranks.lockstep import load_in_lockstep
+from triptych.worker.standing import Standing
 from triptych.worker.threads import Mailbox
 
 log = logging.getLogger(__name__)
@@ -89,8 +91,13 @@ class _Instance:
             opened.callback(self._control.close)
             plane = self._plane = open_plane(config.transfer, identity.instance, identity.epoch, config.torch_device)
             opened.callback(plane.close)
+            self._standing = Standing(config.server_addr)
             self._metrics = InstanceMetrics(
-                identity=identity, config=config, figures=lambda: plane.figures, tally=self._tally
+                identity=identity,
+                config=config,
+                figures=lambda: plane.figures,
+                tally=self._tally,
+                standing=self._standing,
             )
             self._exporter = serve_metrics(self._metrics, config)
             opened.pop_all()
@@ -126,6 +133,7 @@ class _Instance:
             identity=self._identity,
             usage=self._usage,
             metrics=self._metrics,
+            standing=self._standing,
         )
         self._mailbox.attach(self._control.wake)
         return self._loop.run()
