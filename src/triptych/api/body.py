@@ -6,18 +6,26 @@ import json
 from dataclasses import dataclass, field
 from typing import Any, NoReturn
 
+from anyio import to_thread
 from python_multipart.multipart import parse_options_header
 from starlette.datastructures import UploadFile
 from starlette.requests import Request
 
 from triptych.api.errors import WrongMediaType
-from triptych.api.idempotency import remember_body
+from triptych.api.idempotency import has_key, remember_body
 from triptych.errors import BadRequest
 
 MAX_FIELDS = 64
 MAX_FILES = 8
 MAX_PART = 1 << 30
 """The gate bounds the whole body; a field of text may be a picture as a data URL and take nearly all of it."""
+MAX_MARKS = 1 << 16
+"""Commas and opening brackets of a JSON body: what its values are counted by before it is parsed, so that nobody gets
+millions of objects for his megabytes."""
+MAX_ESCAPES = 1 << 20
+"""Backslashes of a JSON body. Some clients escape every slash of a picture in base64, which has half a million."""
+SMALL = 32 << 10
+"""Bytes of a JSON body that is parsed where it arrives; a thread is worth its while for more."""
 ACCEPTED = "application/json or multipart/form-data"
 
 
@@ -36,7 +44,8 @@ class Body:
 async def read_body(request: Request) -> Body:
     """The body of ``request``. Raises `BadRequest` or one of its kin."""
     body = await _read(request)
-    remember_body(request, body.fields, body.uploads)
+    if has_key(request):
+        await to_thread.run_sync(remember_body, request, body.fields, body.uploads)
     return body
 
 
@@ -44,14 +53,17 @@ async def _read(request: Request) -> Body:
     header = request.headers.get("content-type", "")
     kind = parse_options_header(header)[0]
     if kind == b"application/json":
-        return Body(fields=parse_json(await request.body()))
+        data = await request.body()
+        return Body(fields=parse_json(data) if len(data) <= SMALL else await to_thread.run_sync(parse_json, data))
     if kind == b"multipart/form-data":
         return await _read_form(request)
     raise WrongMediaType("Content-Type", f"Content-Type={header[:80]!r}: must be {ACCEPTED}")
 
 
 def parse_json(data: bytes) -> dict[str, Any]:
-    """The JSON object in ``data``; NaN, infinities and repeated keys are refused."""
+    """The JSON object in ``data``; NaN, infinities and repeated keys are refused, and bodies of so many parts that
+    parsing them would take the machine from others: the interpreter does one thing at a time, in threads too."""
+    _check_parts(data)
     try:
         value = json.loads(data.decode("utf-8"), object_pairs_hook=_unique, parse_constant=_no_constant)
     except UnicodeDecodeError as error:
@@ -68,6 +80,15 @@ def parse_json(data: bytes) -> dict[str, Any]:
     if not isinstance(value, dict):
         raise BadRequest(None, f"the body is a JSON {_json_kind(value)}; it must be an object", code="bad_json")
     return value
+
+
+def _check_parts(data: bytes) -> None:
+    if len(data) <= MAX_MARKS:
+        return
+    for kinds, most, what in ((b",{[", MAX_MARKS, "commas and brackets"), (b"\\", MAX_ESCAPES, "backslashes")):
+        count = sum(data.count(kind) for kind in kinds)
+        if count > most:
+            raise BadRequest(None, f"the body has {count} {what}; at most {most} are accepted", code="bad_json")
 
 
 def _json_kind(value: object) -> str:
@@ -87,9 +108,11 @@ def _json_kind(value: object) -> str:
 def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     result = dict(pairs)
     if len(result) != len(pairs):
-        names = [name for name, _ in pairs]
-        twice = next(name for name in names if names.count(name) > 1)
-        raise given_twice(twice)
+        seen: set[str] = set()
+        for name, _ in pairs:
+            if name in seen:
+                raise given_twice(name)
+            seen.add(name)
     return result
 
 

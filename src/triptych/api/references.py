@@ -19,7 +19,11 @@ from triptych.errors import BadRequest
 from triptych.server.paths import contained
 
 _DATA_URL = re.compile(r"data:(?:(?:image|video)/[a-z0-9.+-]+)?(?:;[a-z0-9-]+=[^;,]*)*(;base64)?,", re.IGNORECASE)
-_BASE64 = re.compile(r"[A-Za-z0-9+/\s]{64,}={0,2}\s*")
+_HEAD = 1024
+"""Characters of a data URL that stand before its data, at most."""
+_ESCAPES = 1 << 18
+"""Percent escapes of a picture that are decoded; each costs more than a hundred bytes of base64 do."""
+_BASE64_ESCAPES = (("%2B", "+"), ("%2b", "+"), ("%2F", "/"), ("%2f", "/"), ("%3D", "="), ("%3d", "="))
 _ACCEPTED = "a data URL, an http(s) URL, or {'image_url': one of these}"
 
 
@@ -51,9 +55,9 @@ class References:
 
     async def _read(self, field: str, value: Any, paths: bool) -> bytes:
         text = _address(field, value)
-        match text.partition(":")[0].lower():
+        match text[:6].partition(":")[0].lower():
             case "data":
-                return self._decoded(field, text)
+                return await to_thread.run_sync(_decoded, field, text)
             case "http" | "https":
                 if self._fetcher is None:
                     raise BadRequest(
@@ -66,26 +70,8 @@ class References:
                 refuse(field, text, _ACCEPTED)
             case _:
                 if len(text) > 255 or text.startswith(("iVBOR", "/9j/", "UklGR")):  # how PNG, JPEG and WebP begin
-                    return self._plain(field, text)
+                    return await to_thread.run_sync(_plain, field, text)
                 return await to_thread.run_sync(self._from_root, field, text)
-
-    def _decoded(self, field: str, url: str) -> bytes:
-        head = _DATA_URL.match(url)
-        if head is None:
-            raise BadRequest(field, f"{field}={url[:40]!r}: must be a data URL of an image")
-        rest = url[head.end() :]
-        if head[1]:
-            return self._plain(field, rest)
-        try:
-            return unquote_to_bytes(rest)
-        except UnicodeEncodeError as error:
-            raise BadRequest(field, f"{field}: has half of a surrogate pair in its data URL") from error
-
-    def _plain(self, field: str, text: str) -> bytes:
-        try:
-            return base64.b64decode(unquote_to_bytes(text), validate=True)
-        except (binascii.Error, ValueError) as error:
-            raise BadRequest(field, f"{field}: is not valid base64: {error}") from error
 
     def _from_root(self, field: str, text: str) -> bytes:
         if self._root is None:
@@ -105,6 +91,35 @@ class References:
         if len(data) > self._limit:
             raise BadRequest(field, f"{field}: the file has more than {self._limit} bytes")
         return data
+
+
+def _decoded(field: str, url: str) -> bytes:
+    """The bytes of a data URL."""
+    head = _DATA_URL.match(url[:_HEAD])
+    if head is None:
+        raise BadRequest(field, f"{field}={url[:40]!r}: must be a data URL of an image")
+    rest = url[head.end() :]
+    return _plain(field, rest) if head[1] else _unescaped(field, rest)
+
+
+def _plain(field: str, text: str) -> bytes:
+    """The bytes of base64."""
+    if "%" in text:
+        for escape, character in _BASE64_ESCAPES:
+            text = text.replace(escape, character)
+    try:
+        return base64.b64decode(_unescaped(field, text) if "%" in text else text, validate=True)
+    except (binascii.Error, ValueError) as error:
+        raise BadRequest(field, f"{field}: is not valid base64: {error}") from error
+
+
+def _unescaped(field: str, text: str) -> bytes:
+    if text.count("%") > _ESCAPES:
+        raise BadRequest(field, f"{field}: has more than {_ESCAPES} percent escapes in its data URL; send it as base64")
+    try:
+        return unquote_to_bytes(text)
+    except UnicodeEncodeError as error:
+        raise BadRequest(field, f"{field}: has half of a surrogate pair in its data URL") from error
 
 
 def _address(field: str, value: Any) -> str:

@@ -6,7 +6,6 @@ Names of the pipeline itself are accepted too.
 from __future__ import annotations
 
 import hashlib
-import json
 import math
 import re
 from collections.abc import Mapping
@@ -15,6 +14,7 @@ from pathlib import PurePosixPath
 from typing import Any, Final, cast
 
 from triptych.api.body import Body
+from triptych.api.idempotency import canonical
 from triptych.api.orders import Output, accepted, picture_params
 from triptych.api.timeouts import TIMEOUTS
 from triptych.api.validation import (
@@ -157,7 +157,7 @@ def _is_empty(name: str, value: Any, *, form: bool) -> bool:
 
 def _digest(output: Output, given: Mapping[str, Any], uploads: Mapping[str, list[bytes]]) -> str:
     files = {name: [hashlib.sha256(data).hexdigest() for data in group] for name, group in uploads.items()}
-    return hashlib.sha256(json.dumps([output, given, files], sort_keys=True).encode()).hexdigest()
+    return hashlib.sha256(canonical([output, given, files])).hexdigest()
 
 
 def _refuse_absent(schema: RequestSchema, given: dict[str, Any], uploads: Mapping[str, Any]) -> None:

@@ -65,7 +65,7 @@ def refuse(field: str, value: object, accepted: str) -> NoReturn:
 def unknown_field(name: str, known: Iterable[str]) -> BadRequest:
     """The error of a field that nothing reads, naming the nearest known one."""
     names = sorted(known)
-    near = get_close_matches(name, names, n=1) or [known for known in names if len(name) > 3 and name in known]
+    near = get_close_matches(name[:64], names, n=1) or [known for known in names if len(name) > 3 and name in known]
     hint = f"did you mean {near[0]!r}?" if near else f"known are {', '.join(names)}"
     return BadRequest(name[:60], f"{shown(name)} is not a field of this request; {hint}", code="unknown_field")
 
