@@ -36,6 +36,12 @@ class Handler(BaseHTTPRequestHandler):
                 self.answer(302, b"", location="/for-ever")
             case "/file":
                 self.answer(302, b"", location="file:///etc/passwd")
+            case "/unchanged":
+                self.answer(304, b"")
+            case "/nowhere":
+                self.answer(302, b"")
+            case "/broken":
+                self.answer(302, b"", location="http://[bad/")
             case "/packed":
                 self.answer(200, DATA, content_encoding="gzip")
             case "/endless":
@@ -120,6 +126,9 @@ def test_a_name_with_one_address_inside_is_a_trap(web: Any, monkeypatch: pytest.
         ("/inside", "not on the public internet"),
         ("/for-ever", "redirects more than 3 times"),
         ("/file", "must be an http or https URL"),
+        ("/unchanged", "answered 304"),
+        ("/nowhere", "answered 302"),
+        ("/broken", "not a URL"),
         ("/packed", "compressed"),
         ("/endless", "more than 10000 bytes"),
         ("/nothing", "answered 404"),
@@ -166,7 +175,16 @@ def test_nothing_inside_is_reached(url: str) -> None:
 
 
 @pytest.mark.parametrize(
-    "url", ["http://user:secret@example.com/a", "http:///a", "ftp://example.com/a", "http://[::1", "http://a:x/"]
+    "url",
+    [
+        "http://user:secret@example.com/a",
+        "http:///a",
+        "ftp://example.com/a",
+        "http://[::1",
+        "http://a:x/",
+        "http://example.com/\ud800",
+        "http://\ud800/",
+    ],
 )
 def test_a_url_that_is_none_is_refused(url: str) -> None:
     with pytest.raises(BadRequest, match="URL"):

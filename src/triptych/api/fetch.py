@@ -61,7 +61,9 @@ class Fetcher:
                     url = urljoin(url, target)
         except TimeoutError as error:
             raise BadRequest(field, f"{field}: the picture did not come within {FETCH_SECONDS:g} seconds") from error
-        except (httpx.HTTPError, httpx.InvalidURL) as error:
+        except (httpx.InvalidURL, ValueError) as error:  # of the client's, or of a redirect; UnicodeError is one too
+            raise BadRequest(field, f"{field}: the address, or one that it redirects to, is not a URL") from error
+        except httpx.HTTPError as error:
             raise BadRequest(field, f"{field}: the picture could not be fetched: {type(error).__name__}") from error
         raise BadRequest(field, f"{field}: the address redirects more than {HOPS} times")
 
@@ -74,7 +76,7 @@ class Fetcher:
         # Without compression the limit on what is read is the limit on what is held.
         headers = {"host": httpx.URL(url).netloc.decode(), "accept": "image/*", "accept-encoding": "identity"}
         async with http.stream("GET", target, headers=headers, extensions=extensions) as response:
-            if response.is_redirect:
+            if response.has_redirect_location:
                 return b"", response.headers["location"]
             if response.status_code != 200:
                 raise BadRequest(field, f"{field}: the address answered {response.status_code}")
@@ -103,6 +105,7 @@ class Fetcher:
 def _parts(field: str, url: str) -> tuple[str, int, bool]:
     """Host, port, and whether it is https."""
     try:
+        url.encode()
         parts = urlsplit(url)
         port, host = parts.port, parts.hostname
     except ValueError as error:
