@@ -103,3 +103,10 @@ def test_a_clip_shorter_than_what_is_to_be_made_of_it_is_refused() -> None:
         read_order(SCHEMA, Body(fields={"prompt": "a"}, uploads=uploads), "video")
     order = read_order(SCHEMA, Body(fields={"prompt": "a", "num_frames": 3}, uploads=uploads), "video")
     assert order.params["num_frames"] == 3
+
+
+def test_a_clip_in_a_codec_that_nobody_knows_is_refused() -> None:
+    """Symptom: such a clip was answered with 500."""
+    data = film("mp4", "libx264").replace(b"avc1", b"zzz1").replace(b"avcC", b"zzzC")
+    with pytest.raises(BadRequest, match="a codec that cannot be read here"):
+        clean_clip("video", data)

@@ -8,7 +8,7 @@ import zlib
 from typing import Any
 
 import pytest
-from PIL import ExifTags, Image
+from PIL import ExifTags, Image, ImageOps
 
 from triptych.api.pictures import MAX_PIXELS, clean_picture
 from triptych.errors import BadRequest
@@ -40,12 +40,49 @@ def test_a_turned_picture_comes_upright(kind: str, orientation: int, size: tuple
         assert picture.getexif().get(ExifTags.Base.Orientation, 1) == 1
 
 
+def chunk(kind: bytes, data: bytes) -> bytes:
+    """A chunk of a PNG."""
+    return struct.pack(">I", len(data)) + kind + data + struct.pack(">I", zlib.crc32(kind + data))
+
+
+TORN = [
+    b"",
+    b"II",
+    b"II*\0",
+    b"II+\0\x08\0\0\0",
+    b"MM\0*\0\0\0\x08\xff\xff",
+    b"II*\0\xff\xff\xff\xff",
+    b"Exif\0\0II*\0",
+    b"hello",
+]
+"""EXIF blocks that programs have damaged."""
+
+
+@pytest.mark.parametrize("kind", ["PNG", "JPEG", "WEBP"])
+@pytest.mark.parametrize("exif", TORN)
+@pytest.mark.filterwarnings("ignore:Corrupt EXIF data")
+def test_a_picture_with_a_damaged_exif_block_is_taken(kind: str, exif: bytes) -> None:
+    """Symptom: photographs that a messenger had passed on were answered with 500."""
+    cleaned = clean_picture("image", encoded(kind, exif=exif if kind == "PNG" else b"Exif\0\0" + exif))
+    with Image.open(io.BytesIO(cleaned)) as picture:
+        assert ImageOps.exif_transpose(picture).size == (16, 8)  # as the instances do
+
+
+def test_what_stands_behind_the_pixels_of_a_png_counts_too() -> None:
+    plain = encoded("PNG")
+    end = plain.index(b"IEND") - 4
+    torn = plain[:end] + chunk(b"eXIf", b"II*\0") + plain[end:]
+    with Image.open(io.BytesIO(clean_picture("image", torn))) as picture:
+        assert ImageOps.exif_transpose(picture).size == (16, 8)
+    exif = Image.Exif()
+    exif[ExifTags.Base.Orientation] = 6
+    turned = plain[:end] + chunk(b"eXIf", exif.tobytes().removeprefix(b"Exif\0\0")) + plain[end:]
+    with Image.open(io.BytesIO(clean_picture("image", turned))) as picture:
+        assert picture.size == (8, 16)
+
+
 def bomb(width: int, height: int) -> bytes:
     """A PNG of a few bytes that says it has so many pixels."""
-
-    def chunk(kind: bytes, data: bytes) -> bytes:
-        return struct.pack(">I", len(data)) + kind + data + struct.pack(">I", zlib.crc32(kind + data))
-
     head = struct.pack(">IIBBBBB", width, height, 8, 0, 0, 0, 0)
     body = zlib.compress(b"\0" * 1000)
     return b"\x89PNG\r\n\x1a\n" + chunk(b"IHDR", head) + chunk(b"IDAT", body) + chunk(b"IEND", b"")

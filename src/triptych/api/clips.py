@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import io
+from typing import cast
 
 import av
 from av.error import FFmpegError
+from av.video.codeccontext import VideoCodecContext
 
 from triptych.api.pictures import MAX_PIXELS, MAX_SIDE, clean_picture
 from triptych.errors import BadRequest
@@ -20,8 +22,11 @@ def clean_clip(field: str, data: bytes) -> bytes:
         return clean_picture(field, data)
     try:
         with av.open(io.BytesIO(data), "r", format=kind) as container:
-            stream = container.streams.video[0]
-            width, height = stream.codec_context.width, stream.codec_context.height
+            # None, whatever PyAV's types say, for a codec that FFmpeg does not know.
+            codec = cast("VideoCodecContext | None", container.streams.video[0].codec_context)
+            if codec is None:
+                raise BadRequest(field, f"{field}: the clip is in a codec that cannot be read here")
+            width, height = codec.width, codec.height
     except (FFmpegError, IndexError, ValueError) as error:
         raise BadRequest(field, f"{field}: the file is not a readable MP4 or WebM clip") from error
     if not 0 < max(width, height) <= MAX_SIDE or width * height > MAX_PIXELS:
