@@ -108,6 +108,17 @@ def test_many_clients_at_once_are_all_served(trio: Any) -> None:
     assert len(set(tasks.values())) == 8
 
 
+@pytest.mark.parametrize("broken", [("decoder",), ("decoder", "transformer")])
+def test_a_client_that_starts_again_gets_its_video(trio: Any, broken: tuple[str, ...]) -> None:
+    made = len(trio.seen)
+    payload = {"prompt": f"again after {len(broken)}", "seed": 42}
+    for part in broken:
+        post(trio, part, payload)
+    task, *_ = (post(trio, part, payload)["task_id"] for part in ORDER)
+    assert poll(trio, "decoder", task)["status"] == "completed"
+    assert len(trio.seen) == made + 1
+
+
 def test_a_task_id_of_the_clients_own_is_kept(trio: Any) -> None:
     for part in ORDER:
         assert post(trio, part, {"prompt": "a cat", "task_id": "own"})["task_id"] == "own"

@@ -8,6 +8,7 @@ from hypothesis import strategies as st
 
 from triptych.api.errors import TaskExists, TooBusy
 from triptych.api.tickets import MOST_OPEN, PARTS, PATIENCE_SECONDS, Part, Ticket, Tickets
+from triptych.ids import RequestId
 
 
 def post(tickets: Tickets, part: Part, key: str, now: float = 0.0, task_id: str | None = None) -> Ticket:
@@ -24,13 +25,55 @@ def test_interleaved_clients_get_their_own_back(posts: list[tuple[Part, str]]) -
         assert ticket.key == (key,)
 
 
-def test_equal_tasks_of_one_client_are_filled_oldest_first() -> None:
+def test_equal_tasks_of_one_client_all_get_their_posts() -> None:
     tickets = Tickets()
     first, second = post(tickets, "decoder", "a"), post(tickets, "decoder", "a")
     assert first is not second
-    assert post(tickets, "encoder", "a") is first
-    assert post(tickets, "encoder", "a") is second
+    assert {post(tickets, "encoder", "a").id for _ in range(2)} == {first.id, second.id}
     assert post(tickets, "encoder", "a") not in (first, second)
+
+
+@given(st.permutations([part for part in PARTS for _ in range(3)]))
+def test_equal_tasks_at_once_make_as_many_jobs(posts: list[Part]) -> None:
+    tickets = Tickets()
+    found = [post(tickets, part, "a") for part in posts]
+    assert len({ticket.id for ticket in found}) == 3
+    assert all(ticket.parts == set(PARTS) for ticket in found)
+
+
+@pytest.mark.parametrize("sent", [("decoder",), ("decoder", "transformer")])
+def test_a_client_that_starts_again_gets_its_job_under_the_id_it_polls(sent: tuple[Part, ...]) -> None:
+    tickets = Tickets()
+    for part in sent:
+        post(tickets, part, "a")
+    polled = post(tickets, "decoder", "a", now=5)
+    assert post(tickets, "transformer", "a", now=6) is polled
+    assert post(tickets, "encoder", "a", now=7) is polled
+
+
+def test_a_task_whose_posts_went_to_an_equal_one_ends_as_that_one_does() -> None:
+    tickets = Tickets()
+    lasting, broken = post(tickets, "decoder", "a"), post(tickets, "decoder", "a", now=1)
+    other = post(tickets, "decoder", "b")
+    assert post(tickets, "transformer", "a", now=2) is broken
+    assert post(tickets, "encoder", "a", now=2) is broken
+    tickets.started(broken, RequestId("job"))
+    assert lasting.open
+    tickets.expire(PATIENCE_SECONDS, 1060)
+    assert (lasting.job, lasting.reason) == ("job", None)
+    assert other.reason is not None
+
+
+def test_a_post_that_is_repeated_under_its_own_task_id_is_the_same_task() -> None:
+    tickets = Tickets()
+    ticket = post(tickets, "decoder", "a", task_id="mine")
+    assert post(tickets, "decoder", "a", task_id="mine", now=50) is ticket
+    tickets.expire(PATIENCE_SECONDS, 1060)
+    assert ticket.open  # its posts begin again with the repeated one
+    assert post(tickets, "transformer", "a", task_id="mine", now=PATIENCE_SECONDS) is ticket
+    assert post(tickets, "encoder", "a", task_id="mine", now=PATIENCE_SECONDS) is ticket
+    with pytest.raises(TaskExists, match="mine"):
+        post(tickets, "decoder", "a", task_id="mine", now=PATIENCE_SECONDS)
 
 
 def test_a_post_that_stays_alone_is_given_up_with_what_is_missing() -> None:

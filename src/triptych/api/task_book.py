@@ -100,9 +100,9 @@ class TaskBook:
         except TriptychError as error:
             self._tickets.fail(ticket, Reason(error.code, error.message), time.time())
             raise
-        ticket.job = record.id
+        self._tickets.started(ticket, record.id)
         if task_id_of(record) == ticket.id:
-            self._tickets.forget(ticket)  # kept only where an Idempotency-Key led to the job of another task
+            self._tickets.forget(ticket)  # kept only where it stands for the job of another task
         return record
 
     def _check_free(self, id: str | None) -> None:

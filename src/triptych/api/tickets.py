@@ -1,7 +1,11 @@
 """Tasks that come in three posts, one for each role: which posts belong together, and what became of them.
 
 Posts are matched by what they say and whence they come, and by the task id where the client gives one; never by their
-order. So clients that interleave get their own pictures, and equal posts of one client are worth the same anyway.
+order. So clients that interleave get their own pictures.
+
+Equal posts are either equal tasks at once, which are worth the same whichever of them a post goes to, or a client that
+starts again after a sequence that broke, and polls its newest task. So a post goes to the newest task that lacks it. A
+task whose posts went to an equal one, because that one's own never came, ends as that one does.
 """
 
 from __future__ import annotations
@@ -48,6 +52,8 @@ class Ticket:
     parts: set[Part] = field(default_factory=set[Part])
     job: RequestId | None = None
     """What it became, or stands for."""
+    equal: RequestId | None = None
+    """The job of an equal task while this one waits: what it stands for if its own posts never come."""
     reason: Reason | None = None
     ended: float | None = None
     """Unix seconds."""
@@ -56,6 +62,11 @@ class Ticket:
     def open(self) -> bool:
         """Whether it waits for posts."""
         return self.job is None and self.reason is None
+
+    @property
+    def missing(self) -> list[Part]:
+        """The posts that have not come."""
+        return [part for part in PARTS if part not in self.parts]
 
 
 class Tickets:
@@ -78,15 +89,21 @@ class Tickets:
         self, part: Part, key: tuple[str, ...], *, task_id: str | None, output: Output, save_path: str, now: float,
         clock: float,
     ) -> Ticket:  # fmt: skip
-        """The ticket that a post belongs to: the oldest open one with the same key that lacks this part, or a new one.
+        """The ticket that a post belongs to: the newest open one with the same key that lacks this part, or a new one.
 
+        With a task id it is the open ticket of that id, also for a part that came before: then its time begins anew.
         Raises `TaskExists` for a task id that other posts have taken, `TooBusy` when too many wait.
         """
         self.expire(now, clock)
-        for ticket in self._tickets.values():
-            if ticket.open and ticket.key == key and part not in ticket.parts:
-                ticket.parts.add(part)
-                return ticket
+        for ticket in reversed(self._tickets.values()):
+            if not ticket.open or ticket.key != key or not ticket.missing:
+                continue
+            if part in ticket.parts:
+                if task_id is None:
+                    continue
+                ticket.opened = now
+            ticket.parts.add(part)
+            return ticket
         if sum(ticket.open for ticket in self._tickets.values()) >= MOST_OPEN:
             raise TooBusy(f"{MOST_OPEN} tasks wait for the posts of their other roles")
         ticket = self.name(task_id, output=output, save_path=save_path, now=now, clock=clock)
@@ -110,17 +127,23 @@ class Tickets:
         self._tickets.pop(ticket.id, None)
 
     def expire(self, now: float, clock: float) -> None:
-        """Give up tickets whose posts did not all come in time."""
+        """Give up tickets whose posts did not all come in time, but for those whose equal became a job meanwhile."""
         for ticket in self._tickets.values():
-            missing = " and ".join(part for part in PARTS if part not in ticket.parts)
-            if ticket.open and ticket.parts and missing and now - ticket.opened >= PATIENCE_SECONDS:
-                self.fail(
-                    ticket,
-                    Reason(
-                        "unmatched", f"no equal post came to the {missing} port within {PATIENCE_SECONDS:g} seconds"
-                    ),
-                    clock,
-                )
+            if not (ticket.open and ticket.parts and ticket.missing and now - ticket.opened >= PATIENCE_SECONDS):
+                continue
+            if ticket.equal is not None:
+                ticket.job = ticket.equal
+                continue
+            ports = " and ".join(ticket.missing)
+            why = f"no equal post came to the {ports} port within {PATIENCE_SECONDS:g} seconds"
+            self.fail(ticket, Reason("unmatched", why), clock)
+
+    def started(self, ticket: Ticket, job: RequestId) -> None:
+        """A ticket has become a job."""
+        ticket.job = job
+        for other in self._tickets.values():
+            if other.open and other.parts and other.key == ticket.key:
+                other.equal = job
 
     def fail(self, ticket: Ticket, reason: Reason, clock: float) -> None:
         """End a ticket without a job."""
