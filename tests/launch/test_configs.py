@@ -17,7 +17,9 @@ VIDEO = {"height": 480, "width": 832, "num_frames": 81, "fps": 16}
 PRESETS = {
     "wan-t2v": ((8002, 8003, 8006), VIDEO | {"num_inference_steps": 50, "guidance_scale": 5.0, "flow_shift": 5.0}),
     "wan-i2v": ((8004, 8005, 8007), VIDEO | {"num_inference_steps": 40, "guidance_scale": 5.0, "flow_shift": 3.0}),
+    "wan-t2v-distilled": ((8002, 8003, 8006), VIDEO | {"num_inference_steps": 4, "cfg": False}),
     "qwen-image": ((8002, 8003, 8008), {"num_inference_steps": 50}),
+    "qwen-image-distilled": ((8002, 8003, 8008), {"num_inference_steps": 8, "cfg": False}),
     "qwen-image-edit": ((8012, 8013, 8014), {"num_inference_steps": 40}),
 }
 

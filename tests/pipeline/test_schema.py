@@ -6,6 +6,7 @@ import io
 import json
 import shutil
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -16,13 +17,19 @@ from triptych.config import ModelConfig
 from triptych.core.cost import staged_bytes
 from triptych.errors import BadRequest, ConfigError, ModelError
 from triptych.ids import ROLES, Role
+from triptych.launch.sources import settle
 from triptych.models import EMBEDDED
 from triptych.pipeline.load import load_pipeline
 from triptych.pipeline.modular import ModularRolePipeline
 from triptych.pipeline.request import complete, with_defaults
 from triptych.wire.schema import RequestSchema
 
+from .qwen_checkpoints import QWEN_BUILDERS
+from .wan_checkpoints import WAN_BUILDERS
+
 Get = Callable[[str], ModularRolePipeline]
+
+CONFIGS = Path(__file__).parents[2] / "configs"
 
 
 def load(path: Path | str, role: Role = Role.DECODER) -> ModularRolePipeline:
@@ -243,6 +250,29 @@ def test_guidance_can_be_off_where_a_request_does_not_ask_for_it(loaded: Get, fa
     again = with_defaults(loaded(family).schema, {"cfg": True, "guidance_scale": 7.0}).param("guidance_scale")
     assert again is not None
     assert again.default == 7.0
+
+
+@pytest.mark.parametrize(
+    ("config", "build", "steps"),
+    [
+        ("wan-t2v-distilled", WAN_BUILDERS["wan_distilled"], 4),
+        ("wan-t2v-distilled", WAN_BUILDERS["wan22_distilled"], 4),
+        ("qwen-image-distilled", QWEN_BUILDERS["qwen_distilled"], 8),
+    ],
+)
+def test_the_ready_files_serve_distilled_models_in_few_steps_without_guidance(
+    config: str, build: Callable[[Path], None], steps: int, tmp_path: Path
+) -> None:
+    build(tmp_path / "model")
+    sizes = {"height": 64, "width": 64, "num_frames": 5}  # which the tiny model has the positions for
+    for role in ROLES:
+        settled = settle({"model_path": str(tmp_path / "model")}, {}, str(CONFIGS / config / f"{role}.toml"))
+        said = settled.server_args().instance_config(default_device="cpu").model
+        defaults = said.defaults | {name: size for name, size in sizes.items() if name in said.defaults}
+        schema = load_pipeline(replace(said, defaults=defaults), (Role.DECODER,), "cpu").schema
+        served = complete(schema, {"prompt": "a cat"})
+        assert served["num_inference_steps"] == steps
+        assert {served[name] for name in ("guidance_scale", "guidance_scale_2") if name in served} == {1.0}
 
 
 @pytest.mark.parametrize(
