@@ -178,7 +178,7 @@ with tempfile.TemporaryDirectory() as folder:
 
 def test_a_request_goes_from_door_to_file_with_unpickling_disarmed() -> None:
     done = subprocess.run(
-        [sys.executable, "-c", DISARM + ROUND], capture_output=True, text=True, timeout=120, check=False
+        [sys.executable, "-c", DISARM + ROUND], capture_output=True, text=True, timeout=300, check=False
     )
     assert done.stdout.strip() == "done", done.stderr[-3000:]
 

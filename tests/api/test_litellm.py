@@ -48,7 +48,7 @@ def test_litellm_makes_remixes_and_fetches_videos(cinema: Any, tmp_path: Path, p
         env={**os.environ, "LITELLM_LOCAL_MODEL_COST_MAP": "True"},
         capture_output=True,
         text=True,
-        timeout=120,
+        timeout=300,
         check=False,
     )
     assert done.returncode == 0, done.stderr

@@ -31,7 +31,7 @@ def test_the_command_prints_a_table_with_mooncake() -> None:
     command = "import sys; from triptych.bench.transfer import main; sys.exit(main(sys.argv[1:]))"
     arguments = ["--sizes", "65536", "--rounds", "3", "--planes", "mooncake"]
     done = subprocess.run(
-        [sys.executable, "-c", command, *arguments], capture_output=True, text=True, check=True, timeout=120
+        [sys.executable, "-c", command, *arguments], capture_output=True, text=True, check=True, timeout=300
     )
     assert "64 KiB" in done.stdout
     assert "mooncake" in done.stdout

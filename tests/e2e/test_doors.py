@@ -94,7 +94,7 @@ def test_litellm_makes_remixes_and_fetches_a_video(pool: Deployment) -> None:
         env={**os.environ, "LITELLM_LOCAL_MODEL_COST_MAP": "True"},
         capture_output=True,
         text=True,
-        timeout=120,
+        timeout=300,
         check=False,
     )
     assert done.returncode == 0, done.stderr

@@ -37,7 +37,7 @@ def opened(arguments: str, *, path: Path | None = None, **env: str) -> str:
         env={**clean, **env, "OMP_NUM_THREADS": "1"},
         capture_output=True,
         text=True,
-        timeout=120,
+        timeout=300,
         check=False,
     )
     return done.stdout + done.stderr
@@ -125,5 +125,5 @@ def test_on_one_host_nothing_goes_through_mooncake_unless_forced(send: Callable[
     manifest = sender.stage()
     assert [locator.plane for locator in manifest.locators] == ["local", "shm", "mooncake"]
     words = [sys.executable, "-c", PULL, msgspec.msgpack.encode(manifest).hex()]
-    done = subprocess.run(words, capture_output=True, text=True, timeout=120, check=False)
+    done = subprocess.run(words, capture_output=True, text=True, timeout=300, check=False)
     assert done.stdout.split() == ["shm", "mooncake"], done.stderr
