@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 
+from triptych.cli import doctor
 from triptych.cli.doctor import GIB, Finding, findings
 from triptych.cli.main import main
 from triptych.launch.ports import free_ports, listen
@@ -64,6 +65,14 @@ def test_two_mooncake_builds_are_a_failure(tmp_path: Path, monkeypatch: pytest.M
     finding = find("mooncake", tmp_path)
     assert finding.verdict == "fail"
     assert "pip uninstall" in finding.mend
+
+
+def test_an_engine_that_never_comes_up_is_a_failure(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Symptom: the doctor itself ended with a traceback."""
+    monkeypatch.setattr(doctor, "_IMPORT_SECONDS", 1e-9)
+    finding = find("mooncake", tmp_path)
+    assert finding.verdict == "fail"
+    assert "import mooncake.engine" in finding.mend
 
 
 def test_a_missing_system_library_is_named_with_its_package(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -104,7 +104,12 @@ def _mooncake() -> Iterator[Finding]:
             yield Finding(verdict="fail", what=f"lib{library}", found="not found", mend=f"apt-get install -y {package}")
     # In a process of its own: the engine takes its settings when it is first imported, and may end its process.
     command = [sys.executable, "-c", "import mooncake.engine"]
-    result = subprocess.run(command, capture_output=True, text=True, check=False, timeout=_IMPORT_SECONDS)
+    try:
+        result = subprocess.run(command, capture_output=True, text=True, check=False, timeout=_IMPORT_SECONDS)
+    except subprocess.TimeoutExpired:
+        mend = 'see where `python -X faulthandler -c "import mooncake.engine"` stands'
+        yield Finding(verdict="fail", what="mooncake", found=f"not loaded within {_IMPORT_SECONDS:g} s", mend=mend)
+        return
     if result.returncode:
         mend = "install the missing system library, or the build that fits this machine's CUDA"
         last = (result.stderr.strip() or f"exit status {result.returncode}").splitlines()[-1]
