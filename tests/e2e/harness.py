@@ -31,9 +31,8 @@ PATIENCE = 120.0
 
 ROLES = ("encoder", "denoiser", "decoder")
 
-DEATH_SECONDS = 6.0
-"""Within which the server must have missed a process that ended, counted from the blow. Three are promised; on two
-cores that three test processes share, twice that is allowed."""
+DEATH_SECONDS = 3.0
+"""Within which the server must have missed a process that ended, counted from when it is certain to have ended."""
 SURELY_HEARD = 1.4
 """Seconds after a freeze in which an instance cannot have been missed by its silence yet: it is given up 2.5 s after
 its last heartbeat, which is up to a second old by then."""
