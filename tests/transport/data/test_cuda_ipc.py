@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import signal
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -192,7 +191,7 @@ def test_the_memory_of_the_dead_is_let_go_of(open_gpu: Open, send: Send, pull: P
     receiver = PooledPlane(config, InstanceId("receiver"), Epoch("receiver"), gpu=None, shared=memory)
     dying, living = send(kind="cuda-ipc"), send(epoch="sender-2", kind="cuda-ipc")
     assert pull(receiver, dying.stage(1, 100)).plane == "cuda-ipc"
-    dying.signal(signal.SIGSTOP)
+    dying.freeze()
     assert pull(receiver, living.stage(1, 100)).plane == "cuda-ipc"
     assert len(memory.mapped) == 2
     dying.kill()
