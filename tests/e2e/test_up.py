@@ -6,6 +6,8 @@ import os
 import re
 import signal
 import socket
+import subprocess
+import sys
 from pathlib import Path
 
 import psutil
@@ -80,6 +82,27 @@ def test_up_starts_a_died_instance_again(spawn: Spawn) -> None:
     api.make()
     api.close()
     assert process.stop(signal.SIGINT) == 0
+
+
+def test_up_serves_on_when_nobody_reads_what_it_prints(folder: Path) -> None:
+    """Symptom: `triptych up ... 2>&1 | grep -m1 ready` froze all its processes, or ended them with a traceback."""
+    port, scheduler, *_ = free_ports(5)
+    command = [sys.executable, "-m", "triptych.cli.main", "up", "tiny", "--device", "cpu", "--replicas", "1",
+               "--port", str(port), "--scheduler-port", str(scheduler), "--output-dir", str(folder)]  # fmt: skip
+    reading, writing = os.pipe()
+    process = subprocess.Popen(command, stdout=writing, stderr=writing, env=os.environ | {"OMP_NUM_THREADS": "1"})
+    os.close(writing)
+    try:
+        with open(reading) as lines:
+            ready = next(line for line in lines if "ready on" in line)
+        api = Api(ready.split()[-1])
+        api.make()
+        api.close()
+        process.send_signal(signal.SIGTERM)
+        assert process.wait(60) == 0
+    finally:
+        process.kill()
+        process.wait()
 
 
 def test_up_with_a_model_that_is_not_there_ends_with_the_reason(spawn: Spawn) -> None:

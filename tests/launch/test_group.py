@@ -10,11 +10,13 @@ import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from tests.e2e.harness import running
-from triptych.launch.group import Group, ProcessSpec, ProcessStatus, restart_delay
+from triptych.errors import ConfigError
+from triptych.launch.group import Group, LaunchError, ProcessSpec, ProcessStatus, restart_delay
 
 SLEEPER = "import time; time.sleep(600)"
 FOLLOWER = f"from triptych.launch.supervised import follow_supervisor as f; f(); print('up', flush=True); {SLEEPER}"
@@ -90,6 +92,108 @@ def test_a_deaf_child_is_killed_with_all_that_it_started() -> None:
     assert child is not None
     assert not running(child)
     until(lambda: not running(grandchild))
+
+
+def test_a_child_goes_on_whatever_becomes_of_those_who_should_see_its_output(tmp_path: Path) -> None:
+    """Symptom: after `triptych up 2>&1 | grep -m1 ready` every child froze in its log as soon as a pipe was full."""
+
+    def broken(_name: str, _line: str) -> None:
+        raise BrokenPipeError
+
+    stuck = threading.Event()
+
+    def stopped(_name: str, _line: str) -> None:
+        stuck.wait()
+
+    for output in (broken, stopped):
+        file = tmp_path / output.__name__
+        talkative = f"for _ in range(20_000): print('x' * 99, flush=True)\nopen({str(file)!r}, 'w')\n{SLEEPER}"
+        with Group([spec(talkative)], output=output) as group:
+            until(file.exists)
+            assert group.statuses()[0].state == "running"
+        assert group.failure is None
+    stuck.set()
+
+
+def test_all_are_stopped_and_collected_when_the_listener_fails() -> None:
+    """Symptom: a listener that raised ended the supervision, and children were left running."""
+    pids: list[int | None] = []
+
+    def fail(status: ProcessStatus) -> None:
+        pids.append(status.pid)
+        raise RuntimeError("no terminal")
+
+    with Group([spec(SLEEPER), spec(SLEEPER)], on_change=fail) as group:
+        until(lambda: len(pids) == 2)
+        first = group.statuses()[0].pid
+        assert first is not None
+        os.kill(first, signal.SIGKILL)
+        until(lambda: group.statuses()[0].pid not in (None, first))
+        pids += [status.pid for status in group.statuses()]
+    assert group.failure is None
+    assert [status.state for status in group.statuses()] == ["stopped", "stopped"]
+    assert not any(running(pid) for pid in pids if pid)
+
+
+def test_a_program_that_is_not_there_ends_the_group() -> None:
+    """Symptom: the supervision ended without a word, and `triptych up` with status 0."""
+    nothing = ProcessSpec(name="server", command=("/nonexistent",), address="nowhere")
+    with Group([spec(SLEEPER), nothing]) as group:
+        until(lambda: group.wait(0.1))
+    with pytest.raises(ConfigError, match=r"server cannot start: .*No such file"):
+        group.check()
+    assert [status.state for status in group.statuses()] == ["stopped", "failed"]
+
+
+def test_a_machine_that_has_no_room_for_a_process_is_asked_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("triptych.launch.group.FIRST_DELAY", 0.01)
+    real, refusals = subprocess.Popen, [BlockingIOError("no more processes"), OSError("no memory")]
+
+    def start(*args: Any, **kwargs: Any) -> subprocess.Popen[str]:
+        if refusals:
+            raise refusals.pop()
+        return real(*args, **kwargs)
+
+    monkeypatch.setattr("triptych.launch.group.subprocess.Popen", start)
+    changes: list[ProcessStatus] = []
+    with Group([spec(SLEEPER)], on_change=changes.append) as group:
+        until(lambda: group.statuses()[0].state == "running")
+    assert "cannot be started: no more processes" in changes[1].detail
+    assert [c.state for c in changes] == ["restarting", "restarting", "running", "stopped"]
+
+
+def test_a_supervision_that_fails_leaves_nothing_running_and_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
+    real, started = subprocess.Popen, list[int]()
+
+    def start(*args: Any, **kwargs: Any) -> subprocess.Popen[str]:
+        if started:
+            raise RuntimeError("something that nobody thought of")
+        process = real(*args, **kwargs)
+        started.append(process.pid)
+        return process
+
+    monkeypatch.setattr("triptych.launch.group.subprocess.Popen", start)
+    changes: list[ProcessStatus] = []
+    with Group([spec(SLEEPER, "first"), spec(SLEEPER, "second")], on_change=changes.append) as group:
+        until(lambda: group.wait(0.1))
+    with pytest.raises(LaunchError, match=r"cannot be supervised: .*something that nobody"):
+        group.check()
+    assert [status.state for status in group.statuses()] == ["failed", "failed"]
+    assert [c.state for c in changes if c.name == "second"] == ["failed"]
+    assert not any(running(pid) for pid in started)
+
+
+def test_what_left_the_session_of_a_child_with_its_output_does_not_hold_up_the_group() -> None:
+    escape = (
+        "import subprocess, sys\n"
+        f"p = subprocess.Popen([sys.executable, '-c', {SLEEPER!r}], start_new_session=True)\n"
+        f"print(p.pid, flush=True)\n{SLEEPER}"
+    )
+    lines = Lines()
+    with Group([spec(escape)], output=lines) as group:
+        until(lambda: bool(lines.seen))
+    assert [status.state for status in group.statuses()] == ["stopped"]
+    os.kill(int(lines.seen[0][1]), signal.SIGKILL)
 
 
 def test_stopping_is_idempotent_and_works_from_any_thread() -> None:

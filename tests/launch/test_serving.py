@@ -61,3 +61,25 @@ def test_a_server_whose_store_hangs_leaves_all_the_same_when_it_is_asked_to(tmp_
     finally:
         server.kill()
         server.communicate()
+
+
+UNSUPERVISED = """
+import sys
+from triptych.cli.main import main
+from triptych.launch.group import _Child
+def start(*_):
+    raise RuntimeError("can't start new thread")
+_Child.start = start
+sys.exit(main(["serve", "tiny", "--device", "cpu", *sys.argv[1:]]))
+"""
+
+
+def test_a_server_whose_instance_nobody_can_watch_does_not_stay(tmp_path: Path) -> None:
+    """Symptom: `triptych serve MODEL` went on without an instance, answered /health with 200 and never got one."""
+    frontend, *_, door = free_ports(5)
+    said = ["--port", str(door), "--scheduler-port", str(frontend), "--output-dir", str(tmp_path / "outputs")]
+    done = subprocess.run(
+        [sys.executable, "-c", UNSUPERVISED, *said], capture_output=True, text=True, timeout=120, check=False
+    )
+    assert done.returncode == 1
+    assert 'cannot be supervised: RuntimeError("can\'t start new thread")' in done.stderr.splitlines()[-1]

@@ -90,7 +90,6 @@ def _run_monolithic(options: ServerArgs) -> int:
         status = run_server(config, on_started=group.start)
     finally:
         group.stop()
-    if group.failure:
-        raise ConfigError(group.failure)
+    group.check()
     leave_within(LEAVE_SECONDS)
     return status

@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import os
 import signal
+import sys
 import threading
 import time
 
@@ -15,6 +16,7 @@ from triptych.launch.group import Group, ProcessStatus
 from triptych.launch.plan import GroupPlan, plan_pool
 from triptych.launch.probe import probe
 from triptych.launch.sources import settle
+from triptych.launch.telling import show
 
 _ROLES = ("encoder", "denoiser", "decoder")
 
@@ -23,7 +25,7 @@ def run(args: argparse.Namespace) -> int:
     """Run the group until a signal or until it cannot work; returns the exit status."""
     settled = settle(said_options(args), os.environ, args.config, only=(*UP_TAKES_FROM_SERVE, "model_path"))
     for note in settled.notes:
-        print(note, flush=True)
+        show(note, sys.stdout)
     options = settled.server_args()
     lists = instance_lists(args, options)
     plan = plan_pool(options, **lists, first_work_port=args.first_work_port)
@@ -35,9 +37,8 @@ def run(args: argparse.Namespace) -> int:
         while not stop.wait(0.2) and not group.wait(0):
             pass
         if not group.failure:
-            print("stopping", flush=True)
-    if group.failure:
-        raise ConfigError(group.failure)
+            show("stopping", sys.stdout)
+    group.check()
     return 0
 
 
@@ -71,15 +72,15 @@ def _await_ready(plan: GroupPlan, group: Group, stop: threading.Event) -> None:
     while not stop.wait(0.2) and not group.wait(0):
         now_missing = probe(plan.url)
         if now_missing is None:
-            print(f"ready on {plan.url}", flush=True)
+            show(f"ready on {plan.url}", sys.stdout)
             return
         if now_missing and now_missing != missing:
             missing = now_missing
-            print(f"waiting: {missing}", flush=True)
+            show(f"waiting: {missing}", sys.stdout)
 
 
 def _show(status: ProcessStatus) -> None:
     pid = f"pid {status.pid}" if status.pid else ""
     detail = f"  ({status.detail})" if status.detail else ""
     clock = time.strftime("%H:%M:%S")
-    print(f"{clock}  {status.name:<12} {pid:<11} {status.address:<28} {status.state}{detail}", flush=True)
+    show(f"{clock}  {status.name:<12} {pid:<11} {status.address:<28} {status.state}{detail}", sys.stdout)

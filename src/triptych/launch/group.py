@@ -2,12 +2,14 @@
 
 One supervising thread starts every child, because Linux ties a child's parent-death signal to the thread that started
 it. Each child runs in a session of its own, so that Ctrl+C in a terminal reaches the supervisor alone, which then stops
-the children in good order.
+the children in good order. Threads of their own read what the children print, and another one calls listeners.
 """
 
 from __future__ import annotations
 
 import contextlib
+import functools
+import logging
 import os
 import signal
 import subprocess
@@ -19,7 +21,11 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Literal, TypeAlias
 
+from triptych.errors import ConfigError, TriptychError
 from triptych.launch.supervised import ENVIRONMENT
+from triptych.launch.telling import Teller, show
+
+log = logging.getLogger(__name__)
 
 ProcessState: TypeAlias = Literal["starting", "running", "restarting", "stopped", "failed"]
 
@@ -32,6 +38,10 @@ MOST_EARLY_DEATHS = 5
 """Deaths in a row after which a process that never had a good life is given up, and its group with it."""
 STOP_SECONDS = 10.0
 """How long a child may take to stop before it is killed."""
+COLLECT_SECONDS = 5.0
+"""How long a killed child may take to be gone, which one that waits for a device or a disk cannot."""
+TELL_SECONDS = 2.0
+"""How long listeners may take to hear the last of what happened."""
 EXIT_CONFIG = 2
 """Exit status of a process whose options or model cannot work; starting it again would not help."""
 
@@ -64,6 +74,12 @@ class ProcessStatus:
     restarts: int = 0
 
 
+class LaunchError(TriptychError):
+    """A group did not come up, or could not be supervised."""
+
+    code = "launch_failed"
+
+
 def restart_delay(deaths: int) -> float:
     """Seconds to wait before the next start after this many deaths in a row."""
     return min(FIRST_DELAY * 2 ** min(deaths - 1, 16), LONGEST_DELAY)
@@ -71,7 +87,7 @@ def restart_delay(deaths: int) -> float:
 
 def print_line(name: str, line: str) -> None:
     """Show a child's line of output with the child's name before it."""
-    print(f"[{name}] {line}", file=sys.stderr, flush=True)
+    show(f"[{name}] {line}", sys.stderr)
 
 
 class _Child:
@@ -90,7 +106,8 @@ class _Child:
         self.last_lines: deque[str] = deque(maxlen=20)
         self.reader: threading.Thread | None = None
 
-    def start(self, now: float, output: Callable[[str, str], None], wake: threading.Event) -> None:
+    def start(self, now: float, teller: Teller, wake: threading.Event) -> None:
+        """Raises OSError when there can be no such process."""
         self.process = subprocess.Popen(
             self.spec.command,
             stdin=subprocess.PIPE,
@@ -106,21 +123,23 @@ class _Child:
             },
         )
         self.started_at = now
-        self.reader = threading.Thread(target=self._read, args=(self.process, output, wake), daemon=True)
-        self.reader.start()
+        reader = threading.Thread(target=self._read, args=(self.process, teller, wake), daemon=True)
+        reader.start()
+        self.reader = reader
 
-    def _read(self, process: subprocess.Popen[str], output: Callable[[str, str], None], wake: threading.Event) -> None:
+    def _read(self, process: subprocess.Popen[str], teller: Teller, wake: threading.Event) -> None:
         assert process.stdout is not None
-        for line in process.stdout:
-            self.last_lines.append(line.rstrip())
-            output(self.spec.name, line.rstrip())
+        with process.stdout:  # closed here alone: closing waits for whoever reads
+            for line in process.stdout:
+                self.last_lines.append(line.rstrip())
+                teller.line(self.spec.name, line.rstrip())
         wake.set()
 
     def signal(self, number: signal.Signals) -> None:
         """Send to the process, or with SIGKILL to everything in its session."""
         if self.process is None:
             return
-        with contextlib.suppress(ProcessLookupError):
+        with contextlib.suppress(ProcessLookupError, PermissionError):  # it has ended, or what is left has
             if number == signal.SIGKILL:
                 os.killpg(self.process.pid, number)
             elif self.process.poll() is None:
@@ -131,13 +150,16 @@ class _Child:
         if self.process is None:
             return
         self.signal(signal.SIGKILL)  # whatever it left behind in its session
-        self.process.wait()
+        try:
+            self.process.wait(COLLECT_SECONDS)
+        except subprocess.TimeoutExpired:
+            log.error("%s (pid %d) was killed and does not end", self.spec.name, self.process.pid)
         if self.reader is not None:
-            self.reader.join(timeout=2.0)
-        for stream in (self.process.stdin, self.process.stdout):
-            if stream is not None:
-                with contextlib.suppress(BrokenPipeError):
-                    stream.close()
+            self.reader.join(timeout=2.0)  # in vain where something that left the session has its output
+            self.reader = None
+        if self.process.stdin is not None:
+            with contextlib.suppress(OSError):
+                self.process.stdin.close()
         self.process = None
 
     def status(self) -> ProcessStatus:
@@ -153,7 +175,11 @@ class _Child:
 
 
 class Group:
-    """Processes that live and end together. Thread-safe; a context manager that stops them on the way out."""
+    """Processes that live and end together. Thread-safe; a context manager that stops them on the way out.
+
+    ``output`` is given the name of a process and each line that it prints, ``on_change`` every new status; both are
+    called from one thread, which nothing waits for.
+    """
 
     def __init__(
         self,
@@ -164,16 +190,17 @@ class Group:
         stop_seconds: float = STOP_SECONDS,
     ) -> None:
         self._children = [_Child(spec) for spec in specs]
-        self._output = output
+        self._teller = Teller(output)
         self._on_change = on_change
         self._stop_seconds = stop_seconds
         self._wake = threading.Event()
         self._stopping = threading.Event()
-        self._failure: str | None = None
+        self._failure: ConfigError | LaunchError | None = None
         self._thread = threading.Thread(target=self._supervise, name="supervise-group", daemon=True)
 
     def start(self) -> None:
         """Start every process. Returns at once."""
+        self._teller.start()
         self._thread.start()
 
     def stop(self) -> None:
@@ -193,7 +220,12 @@ class Group:
     @property
     def failure(self) -> str | None:
         """Why the group cannot work, once it has given up and stopped everything; else None."""
-        return self._failure
+        return None if self._failure is None else self._failure.message
+
+    def check(self) -> None:
+        """Raise `ConfigError` if the group has ended of a process that cannot start, `LaunchError` if of itself."""
+        if self._failure is not None:
+            raise self._failure
 
     def statuses(self) -> tuple[ProcessStatus, ...]:
         """How each process is doing now."""
@@ -212,26 +244,43 @@ class Group:
                 for child in self._children:
                     self._attend(child, now)
                 self._wake.wait(0.2)
+        except Exception as error:  # nobody watches the children any more, so none may stay
+            log.exception("the supervision of the processes failed")
+            self._failure = LaunchError(f"the processes cannot be supervised: {error!r}")
         finally:
+            self._stopping.set()
             self._stop_all()
+            self._teller.close(TELL_SECONDS)
 
     def _attend(self, child: _Child, now: float) -> None:
         if child.process is None:
             if now >= child.start_again_at and not self._stopping.is_set():
-                child.start(now, self._output, self._wake)
-                self._change(child, "running")
+                self._start(child, now)
             return
         code = child.process.poll()
         if code is None:
             return
         reason = _reason(code)
         child.discard()
+        self._died(child, now, reason, hopeless=code == EXIT_CONFIG)
+
+    def _start(self, child: _Child, now: float) -> None:
+        try:
+            child.start(now, self._teller, self._wake)
+        except OSError as error:  # of the program, or of a machine that has no room for a process now
+            child.started_at = now
+            child.last_lines.clear()
+            hopeless = isinstance(error, FileNotFoundError | PermissionError)
+            self._died(child, now, f"cannot be started: {error}", hopeless=hopeless)
+        else:
+            self._change(child, "running")
+
+    def _died(self, child: _Child, now: float, reason: str, *, hopeless: bool) -> None:
         good = now - child.started_at >= GOOD_LIFE
         child.proven = child.proven or good
         child.deaths = 1 if good else child.deaths + 1
-        hopeless = code == EXIT_CONFIG and child.restarts == 0
-        if hopeless or (child.deaths >= MOST_EARLY_DEATHS and not child.proven):
-            self._failure = f"{child.spec.name} cannot start: {_complaint(child.last_lines) or reason}"
+        if (hopeless and child.restarts == 0) or (child.deaths >= MOST_EARLY_DEATHS and not child.proven):
+            self._failure = ConfigError(f"{child.spec.name} cannot start: {_complaint(child.last_lines) or reason}")
             self._change(child, "failed", reason)
             self._stopping.set()
             return
@@ -250,12 +299,14 @@ class Group:
             with contextlib.suppress(subprocess.TimeoutExpired):
                 child.process.wait(max(0.0, deadline - time.monotonic()))
             child.discard()
-            self._change(child, "stopped")
+        lost = isinstance(self._failure, LaunchError)
+        for child in self._children if lost else alive:
+            self._change(child, "failed" if lost else "stopped")
 
     def _change(self, child: _Child, state: ProcessState, detail: str = "") -> None:
         child.state, child.detail = state, detail
         if self._on_change is not None:
-            self._on_change(child.status())
+            self._teller.later(functools.partial(self._on_change, child.status()))
 
 
 def _complaint(lines: Collection[str]) -> str:

@@ -6,17 +6,10 @@ import time
 from collections.abc import Callable
 from typing import Self
 
-from triptych.errors import TriptychError
 from triptych.launch.args import ServerArgs
-from triptych.launch.group import Group, ProcessStatus, print_line
+from triptych.launch.group import Group, LaunchError, ProcessStatus, print_line
 from triptych.launch.plan import Gpus, GroupPlan, plan_pool
 from triptych.launch.probe import probe
-
-
-class LaunchError(TriptychError):
-    """A pool did not come up."""
-
-    code = "launch_failed"
 
 
 class Pool:
