@@ -14,6 +14,7 @@ from tests import asking
 from triptych.client import Client, RequestRefused
 from triptych.config import ServerConfig
 from triptych.errors import ConfigError
+from triptych.launch.ports import free_ports
 
 KEYS = ("first-secret-key", "second-secret-key")
 DIGESTS = tuple("sha256:" + hashlib.sha256(key.encode()).hexdigest() for key in KEYS)
@@ -28,6 +29,16 @@ def guarded(make_house: Callable[..., Any]) -> Iterator[Any]:
 
 def bearer(key: str) -> dict[str, str]:
     return {"authorization": f"Bearer {key}"}
+
+
+def test_a_port_for_metrics_needs_no_key_and_opens_nothing_else(make_house: Callable[..., Any]) -> None:
+    port = free_ports(1)[0]
+    with make_house(api_keys=DIGESTS, metrics_port=port):
+        assert "triptych_requests_ended_total" in asking.get(f"http://127.0.0.1:{port}/metrics").text
+        assert asking.get(f"http://127.0.0.1:{port}/ready").status_code in (200, 503)
+        for headers in ({}, bearer(KEYS[0])):
+            answer = asking.post(f"http://127.0.0.1:{port}/v1/videos", json={"prompt": "a"}, headers=headers)
+            assert answer.status_code == 404
 
 
 @pytest.mark.parametrize("key", KEYS)

@@ -185,6 +185,10 @@ def test_metrics_lie_ten_thousand_above(trio: Any) -> None:
     for port in trio.config.task_ports:
         text = asking.get(f"http://127.0.0.1:{port + METRICS_OFFSET}/metrics").text
         assert "triptych_requests" in {family.name for family in text_string_to_metric_families(text)}
+        assert asking.get(f"http://127.0.0.1:{port + METRICS_OFFSET}/health").status_code == 200
+        for path in ("/v1/models", "/v1/tasks/queue/status", "/openapi.json"):
+            answer = asking.get(f"http://127.0.0.1:{port + METRICS_OFFSET}{path}")
+            assert (answer.status_code, answer.json()["error"]["code"]) == (404, "metrics_port")
 
 
 @pytest.mark.parametrize(

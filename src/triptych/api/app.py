@@ -16,6 +16,7 @@ from triptych.api.files import Files
 from triptych.api.gate import Gate, HttpMetrics
 from triptych.api.images import ImageRoutes
 from triptych.api.keys import KeyGuard
+from triptych.api.metrics_port import MetricsPorts
 from triptych.api.openapi import describe
 from triptych.api.operations import Operations
 from triptych.api.task_book import TaskBook
@@ -46,6 +47,7 @@ def create_app(service: DiffusionService, config: ServerConfig, *, stopping: Cal
     )
     if config.api_keys:
         app.add_middleware(KeyGuard, digests=config.api_keys)
+    app.add_middleware(MetricsPorts, ports=frozenset(config.monitoring_ports))
     app.add_middleware(Gate, max_body=config.max_upload_bytes, metrics=HttpMetrics(service.registry))
     errors.install(app)
     context = Context(

@@ -11,6 +11,7 @@ from starlette.datastructures import Headers
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from triptych.api.errors import error_response
+from triptych.api.metrics_port import MONITORING
 from triptych.config import KEY_PREFIX
 
 OPEN: Final = frozenset({"/health", "/ready"})
@@ -44,7 +45,7 @@ class KeyGuard:
         caller = self._match(token.strip()) if scheme.lower() == "bearer" else None
         if caller is not None:
             scope[CALLER] = caller
-        elif scope["path"] not in OPEN:
+        elif scope["path"] not in OPEN and MONITORING not in scope:
             what = "the API key is not one of this server's" if token else "an API key is needed"
             response = error_response(
                 401,

@@ -138,6 +138,12 @@ class ServerConfig:
         metrics = (self.metrics_port,) if self.metrics_port else ()
         return (self.port, *metrics, *tasks, *(port + METRICS_OFFSET for port in tasks))
 
+    @property
+    def monitoring_ports(self) -> tuple[int, ...]:
+        """Those of them that answer metrics and probes only."""
+        metrics = (self.metrics_port,) if self.metrics_port else ()
+        return (*metrics, *(port + METRICS_OFFSET for port in self.task_ports or ()))
+
     def _check_keys(self) -> None:
         for digest in self.api_keys:
             if not (digest.startswith(KEY_PREFIX) and len(digest) == len(KEY_PREFIX) + 64):
