@@ -9,7 +9,8 @@ from pathlib import Path
 import pytest
 
 from triptych.cli import doctor
-from triptych.cli.doctor import GIB, Finding, findings
+from triptych.cli.doctor import GIB, findings
+from triptych.cli.finding import Finding
 from triptych.cli.main import main
 from triptych.launch.ports import free_ports, listen
 
@@ -26,7 +27,7 @@ def test_this_machine_can_serve(tmp_path: Path, capsys: pytest.CaptureFixture[st
     assert main(words) == 0
     report = capsys.readouterr().out
     assert [line for line in report.splitlines() if line.startswith("fail")] == []
-    for what in ("python", "torch", "gpu", "mooncake", "ports", "codecs", "disk", "shared memory"):
+    for what in ("python", "torch", "gpu", "acceleration", "mooncake", "ports", "codecs", "disk", "shared memory"):
         assert what in report
 
 

@@ -10,15 +10,13 @@ import shutil
 import subprocess
 import sys
 from collections.abc import Iterator
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal, TypeAlias
+from typing import Any
 
+from triptych.cli.finding import Finding
 from triptych.config import MIB, ServerConfig
 from triptych.errors import ConfigError
 from triptych.launch.ports import is_free
-
-Verdict: TypeAlias = Literal["ok", "warn", "fail"]
 
 GIB = 1 << 30
 _IMPORT_SECONDS = 60.0
@@ -30,16 +28,6 @@ MOONCAKE_BUILDS = (
     "mooncake-transfer-engine-cuda13",
 )
 SHARED_MEMORY = Path("/dev/shm")
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Finding:
-    """One line of the report."""
-
-    verdict: Verdict
-    what: str
-    found: str
-    mend: str = ""
 
 
 def run(args: argparse.Namespace) -> int:
@@ -56,6 +44,7 @@ def findings(output_dir: Path, port: int, scheduler_port: int) -> Iterator[Findi
     """Every check, in the order in which a newcomer would mend them."""
     yield _python()
     yield from _torch()
+    yield from _accelerations()
     yield from _mooncake()
     yield from _ports(port, scheduler_port)
     yield from _codecs()
@@ -84,6 +73,14 @@ def _torch() -> Iterator[Finding]:
         properties = torch.cuda.get_device_properties(index)
         found = f"{properties.name}, {properties.total_memory / GIB:.0f} GiB"
         yield Finding(verdict="ok", what=f"gpu {index}", found=found)
+
+
+def _accelerations() -> Iterator[Finding]:
+    try:
+        from triptych.cli.accelerations import accelerations
+    except (ImportError, OSError):  # of torch, which has a line of its own
+        return
+    yield from accelerations()
 
 
 def _mooncake() -> Iterator[Finding]:

@@ -1,0 +1,83 @@
+"""What the doctor says of speed: which accelerations this machine has for which option, and how to get the others."""
+
+from __future__ import annotations
+
+import importlib.metadata
+from collections.abc import Iterator
+
+import torch
+from torch.cuda import nccl
+
+from triptych.accel import attention
+from triptych.cli.finding import Finding
+
+_HOPPER = (9, 0)
+_FP8 = (8, 9)
+"""Compute capabilities from which FlashAttention-3 and FP8 products work."""
+
+
+def accelerations() -> Iterator[Finding]:
+    """Of the first GPU; a machine without one runs the stock path."""
+    if not torch.cuda.is_available():
+        found = "none without a GPU: what a model runs on is Diffusers' stock path"
+        yield Finding(verdict="ok", what="acceleration", found=found)
+        return
+    device = torch.device("cuda", 0)
+    capability = torch.cuda.get_device_capability(device)
+    yield _attention(attention.present(device), capability)
+    yield _compiling()
+    yield _fp8(capability)
+    if torch.cuda.device_count() > 1:
+        yield from _several_gpus()
+
+
+def _attention(present: tuple[str, ...], capability: tuple[int, int]) -> Finding:
+    found = f"{', '.join(present)}; auto takes the exact one that is measured to be fastest when a model is loaded"
+    if capability[0] == _HOPPER[0] and "flash3" not in present:
+        return Finding(
+            verdict="warn", what="attention", found=found,
+            mend='pip install "triptych[hopper]" for FlashAttention-3, the fastest one of this GPU',
+        )  # fmt: skip
+    return Finding(verdict="ok", what="attention", found=found)
+
+
+def _compiling() -> Finding:
+    version = _version("triton")
+    if version is None:
+        found = "no triton: --profile lossless and fast cannot compile"
+        return Finding(verdict="warn", what="compiling", found=found, mend="pip install triton")
+    return Finding(verdict="ok", what="compiling", found=f"triton {version}, for --profile lossless and fast")
+
+
+def _fp8(capability: tuple[int, int]) -> Finding:
+    if capability < _FP8:
+        found = f"not on a GPU of compute capability {capability[0]}.{capability[1]}; 8.9 is needed"
+        return Finding(verdict="ok", what="fp8", found=found)
+    version = _version("torchao")
+    if version is None:
+        found = "no torchao: --quant and --profile fast cannot quantise"
+        return Finding(verdict="warn", what="fp8", found=found, mend='pip install "triptych[quant]"')
+    return Finding(verdict="ok", what="fp8", found=f"torchao {version}, for --quant and --profile fast")
+
+
+def _several_gpus() -> Iterator[Finding]:
+    if not torch.distributed.is_nccl_available():
+        found = "this build of torch has none: one instance cannot use several GPUs"
+        yield Finding(verdict="warn", what="nccl", found=found, mend="pip install the CUDA build of torch")
+    else:
+        version = ".".join(map(str, nccl.version()))
+        yield Finding(verdict="ok", what="nccl", found=f"{version}, for instances of several GPUs (--num-gpus)")
+    if _version("cuda-bindings") is None:
+        yield Finding(
+            verdict="ok", what="gpu to gpu", found="through host memory",
+            mend="pip install cuda-bindings for --disagg-transfer-gpu-pool-size",
+        )  # fmt: skip
+    else:
+        yield Finding(verdict="ok", what="gpu to gpu", found="CUDA IPC, with --disagg-transfer-gpu-pool-size")
+
+
+def _version(package: str) -> str | None:
+    try:
+        return importlib.metadata.version(package)
+    except importlib.metadata.PackageNotFoundError:
+        return None

@@ -1,0 +1,67 @@
+"""The doctor on a GPU machine, as torch would describe it."""
+
+from __future__ import annotations
+
+import importlib.metadata
+
+import pytest
+import torch
+from torch.cuda import nccl
+
+from triptych.accel import attention
+from triptych.cli.accelerations import accelerations
+from triptych.cli.finding import Finding
+
+
+def on(
+    monkeypatch: pytest.MonkeyPatch,
+    *,
+    gpus: int = 1,
+    capability: tuple[int, int] = (9, 0),
+    backends: tuple[str, ...] = ("flash3", "cudnn", "native"),
+    packages: dict[str, str] | None = None,
+) -> dict[str, Finding]:
+    """What is said of such a machine."""
+    installed = {"triton": "3.5", "torchao": "0.15"} if packages is None else packages
+
+    def version(name: str) -> str:
+        if name not in installed:
+            raise importlib.metadata.PackageNotFoundError(name)
+        return installed[name]
+
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: gpus)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: capability)
+    monkeypatch.setattr(torch.distributed, "is_nccl_available", lambda: True)
+    monkeypatch.setattr(nccl, "version", lambda: (2, 28, 9))
+    monkeypatch.setattr(attention, "present", lambda _: backends)
+    monkeypatch.setattr(importlib.metadata, "version", version)
+    return {finding.what: finding for finding in accelerations()}
+
+
+def test_what_is_there_is_named_with_the_option_that_uses_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    found = on(monkeypatch)
+    assert [finding.verdict for finding in found.values()] == ["ok"] * 3
+    assert found["attention"].found.startswith("flash3, cudnn, native; auto takes")
+    assert "triton 3.5" in found["compiling"].found
+    assert "torchao 0.15, for --quant" in found["fp8"].found
+
+
+def test_what_lacks_is_named_with_how_to_get_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    found = on(monkeypatch, backends=("cudnn", "native"), packages={})
+    assert [finding.verdict for finding in found.values()] == ["warn"] * 3
+    assert "triptych[hopper]" in found["attention"].mend
+    assert "triton" in found["compiling"].mend
+    assert "triptych[quant]" in found["fp8"].mend
+
+
+def test_what_a_gpu_cannot_do_is_no_lack(monkeypatch: pytest.MonkeyPatch) -> None:
+    found = on(monkeypatch, capability=(8, 0), backends=("native",), packages={"triton": "3.5"})
+    assert {finding.verdict for finding in found.values()} == {"ok"}
+    assert "compute capability 8.0; 8.9 is needed" in found["fp8"].found
+
+
+def test_several_gpus_have_lines_of_their_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    found = on(monkeypatch, gpus=2)
+    assert found["nccl"].found.startswith("2.28.9")
+    assert "through host memory" in found["gpu to gpu"].found
