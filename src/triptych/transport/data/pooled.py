@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import logging
 import os
@@ -249,5 +250,7 @@ def _page_lock(memory: torch.Tensor, gpu: torch.device) -> bool:
     with torch.cuda.device(gpu):
         status = int(torch.cuda.cudart().cudaHostRegister(memory.data_ptr(), memory.numel(), 0))  # type: ignore[union-attr]
     if status != 0:
+        with contextlib.suppress(RuntimeError):  # CUDA has the next kernel report that error, whatever it does
+            torch.zeros(1, device=gpu)
         _log.warning("CUDA cannot page-lock the transfer pool (error %d): staging from the GPU will be slower", status)
     return status == 0
