@@ -1,7 +1,8 @@
-"""Rank 0 in the test's process and rank 1 in one of its own, beside a pipeline that is alone."""
+"""Rank 0 in the test's process and followers in their own, beside a pipeline that is alone."""
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from queue import SimpleQueue
 from typing import Any
@@ -14,7 +15,6 @@ from triptych.config import InstanceConfig, ModelConfig, Shape, TransferConfig
 from triptych.ids import ROLES, Role
 from triptych.parallelism import Parallelism
 from triptych.pipeline.load import load_cold, load_pipeline
-from triptych.pipeline.modular import ModularRolePipeline
 from triptych.worker.jobs import Post, ThreadDied
 from triptych.worker.ranks.leader import Leader
 from triptych.worker.ranks.lockstep import LockstepPipeline
@@ -23,28 +23,65 @@ WAIT = 60.0
 SMALL = {"prompt": "a red circle on a blue background", "seed": 7, "height": 64, "width": 64, "num_frames": 5}
 
 
-class Pair:
-    """Rank 0 in this process, rank 1 in one of its own, and a pipeline that is alone."""
+class Ranks:
+    """Rank 0 in this process, followers in their own, and a pipeline that is alone."""
 
-    def __init__(self, parallel: Parallelism) -> None:
+    def __init__(
+        self, parallel: Parallelism, *, path: str = "tiny", count: int = 2, warmup: tuple[Shape, ...] = ()
+    ) -> None:
         config = InstanceConfig(
             roles=ROLES,
             server_addr="tcp://127.0.0.1:5555",
             work_port=1,
             transfer=TransferConfig(),
-            model=ModelConfig(path="tiny", device="cpu", warmup=(Shape(width=64, height=64, frames=5),)),
-            gpu_ids=(0, 1),
+            model=ModelConfig(path=path, device="cpu", warmup=warmup),
+            gpu_ids=tuple(range(count)),
             parallel=parallel,
         )
         self.posts: SimpleQueue[Post] = SimpleQueue()
         self.leader = Leader(config, "pair", self.posts.put)
-        self.alone: ModularRolePipeline = load_pipeline(replace(config.model, warmup=()), ROLES, "cpu")
-        self.team = self.leader.join()
-        rank0, self._warm_up = load_cold(config.model, ROLES, "cpu", team=self.team)
-        assert isinstance(rank0, ModularRolePipeline)
-        self.rank0 = rank0
-        self.leader.await_ready()
+        try:
+            self.alone: Any = load_pipeline(replace(config.model, warmup=()), ROLES, "cpu")
+            self.team = self.leader.join()
+            self.rank0: Any
+            self.rank0, self._warm_up = load_cold(config.model, ROLES, "cpu", team=self.team)
+            self.leader.await_ready()
+        except BaseException:
+            self.close()
+            raise
         self.shared = LockstepPipeline(self.rank0, self.leader, config.shared_roles)
+
+    def compared(
+        self, request: Mapping[str, Any], images: Sequence[bytes] = ()
+    ) -> list[tuple[torch.Tensor, torch.Tensor]]:
+        """Of all that the denoiser makes of a request: what one process makes, and what these ranks make."""
+        inbox: Inbox = {role: [] for role in ROLES}
+        post(finish(self.alone.start(Role.ENCODER, request, [], images)), inbox)
+        made: list[list[torch.Tensor]] = []
+        for pipeline in (self.alone, self.shared):
+            inbox[Role.DECODER] = []
+            post(finish(pipeline.start(Role.DENOISER, request, inbox[Role.DENOISER], [])), inbox)
+            made.append([tensor for _, tensors in inbox[Role.DECODER] for tensor in tensors])
+        return list(zip(*made, strict=True))
+
+    def close(self) -> None:
+        """End the followers."""
+        self.leader.close()
+        if dist.is_initialized():
+            dist.destroy_process_group()  # this process goes on afterwards
+
+    def lost(self) -> ThreadDied:
+        """What is posted of a lost rank."""
+        post = self.posts.get(timeout=WAIT)
+        assert isinstance(post, ThreadDied)
+        return post
+
+
+class Pair(Ranks):
+    """Two ranks with the embedded model, whose work is watched."""
+
+    def __init__(self, parallel: Parallelism) -> None:
+        super().__init__(parallel, warmup=(Shape(width=64, height=64, frames=5),))
         self.orders: list[Any] = []
         """All that the follower was told."""
         self._tell, self.leader.tell = self.leader.tell, self._noted
@@ -80,14 +117,3 @@ class Pair:
     def warm_up(self) -> None:
         """Run what a start runs, for the shape of the requests here."""
         self._warm_up(self.shared)
-
-    def close(self) -> None:
-        """End rank 1."""
-        self.leader.close()
-        dist.destroy_process_group()  # this process goes on afterwards
-
-    def lost(self) -> ThreadDied:
-        """What is posted of a lost rank."""
-        post = self.posts.get(timeout=WAIT)
-        assert isinstance(post, ThreadDied)
-        return post

@@ -15,6 +15,7 @@ import torch
 
 from triptych.accel.tally import Tally
 from triptych.config import InstanceConfig
+from triptych.errors import StageError
 from triptych.ids import Role
 from triptych.pipeline.checkpoint import Frozen
 from triptych.pipeline.load import load_cold
@@ -119,6 +120,8 @@ class _LockstepRun:
             raise
         self._over = result is not None
         self._leader.settle(ended=self._over)
+        if result is not None:
+            _check(result)
         return result
 
     def cancel(self) -> None:
@@ -152,3 +155,10 @@ class _ResumableRun(_LockstepRun):
         self._own.restore(tree, tensors)
         self._leader.tell(Resume(run=self._number, saved=sent(tree, tensors)), tensors)
         self._leader.settle()
+
+
+def _check(result: StageResult) -> None:
+    """Raise `StageError` for what is not a number: no picture is made of what one rank has not got of another."""
+    for output in result.outputs:
+        if any(tensor.isnan().any() for tensor in output.tensors if tensor.is_floating_point()):
+            raise StageError("the ranks made values that are not numbers")
