@@ -79,7 +79,7 @@ def test_a_server_whose_instance_nobody_can_watch_does_not_stay(tmp_path: Path) 
     frontend, *_, door = free_ports(5)
     said = ["--port", str(door), "--scheduler-port", str(frontend), "--output-dir", str(tmp_path / "outputs")]
     done = subprocess.run(
-        [sys.executable, "-c", UNSUPERVISED, *said], capture_output=True, text=True, timeout=120, check=False
+        [sys.executable, "-c", UNSUPERVISED, *said], capture_output=True, text=True, timeout=300, check=False
     )
     assert done.returncode == 1
     assert 'cannot be supervised: RuntimeError("can\'t start new thread")' in done.stderr.splitlines()[-1]

@@ -19,7 +19,7 @@ from triptych.worker.jobs import Post, ThreadDied
 from triptych.worker.ranks.leader import Leader
 from triptych.worker.ranks.lockstep import LockstepPipeline
 
-WAIT = 60.0
+WAIT = 180.0
 SMALL = {"prompt": "a red circle on a blue background", "seed": 7, "height": 64, "width": 64, "num_frames": 5}
 
 
