@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import pytest
@@ -200,15 +201,46 @@ def test_ports_that_cannot_be_are_refused(ports: tuple[int, int, int], reason: s
         ServerConfig(task_ports=ports)
 
 
-def test_a_task_that_is_refused_at_its_last_post_says_why(trio: Any) -> None:
-    slow = [asking.post(f"{trio.url}/v1/videos", json={"prompt": f"slow {i}"}).json()["id"] for i in range(MOST_LIVE)]
-    task = post(trio, "decoder", {"prompt": "too much"})["task_id"]
-    post(trio, "transformer", {"prompt": "too much"})
-    response = asking.post(f"{url(trio, 'encoder')}/v1/tasks/video/", json={"prompt": "too much"})
-    assert response.status_code == 429
-    assert int(response.headers["retry-after"]) > 0
+@contextmanager
+def full(house: Any) -> Iterator[None]:
+    """As many requests live as may be."""
+    slow = [asking.post(f"{house.url}/v1/videos", json={"prompt": f"slow {i}"}).json()["id"] for i in range(MOST_LIVE)]
+    try:
+        yield
+    finally:
+        for job in slow:
+            asking.delete(f"{house.url}/v1/videos/{job}")
+        house.held.clear()
+
+
+@pytest.mark.parametrize("own", [{}, {"task_id": "patient"}])
+@pytest.mark.parametrize("again", [("encoder",), ORDER])
+def test_a_task_that_is_put_off_at_its_last_post_waits_for_that_post_to_come_again(
+    trio: Any, own: dict[str, str], again: tuple[str, ...]
+) -> None:
+    """Symptom: whoever came again, as he was told to, lacked the first two posts, and his task id was taken."""
+    if own:
+        own = {"task_id": f"patient-{len(again)}"}
+    payload = {"prompt": f"too much {own} {again}", **own}
+    with full(trio):
+        task = post(trio, "decoder", payload)["task_id"]
+        post(trio, "transformer", payload)
+        for _ in range(2):
+            response = asking.post(f"{url(trio, 'encoder')}/v1/tasks/video/", json=payload)
+            assert response.status_code == 429
+            assert int(response.headers["retry-after"]) > 0
+        assert asking.get(f"{trio.url}/v1/tasks/{task}/status").json()["status"] == "pending"
+    (found,) = {post(trio, part, payload)["task_id"] for part in again}
+    assert found == task or (len(again) > 1 and not own)
+    assert poll(trio, "decoder", found)["status"] == "completed"
+    assert [params["prompt"] for params, _ in trio.seen].count(payload["prompt"]) == 1
+
+
+def test_a_task_that_is_put_off_and_never_comes_again_ends(trio: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    with full(trio):
+        task = post(trio, "decoder", {"prompt": "gone"})["task_id"]
+        post(trio, "transformer", {"prompt": "gone"})
+        assert asking.post(f"{url(trio, 'encoder')}/v1/tasks/video/", json={"prompt": "gone"}).status_code == 429
+    monkeypatch.setattr(tickets, "PATIENCE_SECONDS", -3600.0)
     status = poll(trio, "decoder", task)
-    assert (status["status"], status["error_type"]) == ("failed", "too_busy")
-    for job in slow:
-        asking.delete(f"{trio.url}/v1/videos/{job}")
-    trio.held.clear()
+    assert (status["status"], status["error_type"]) == ("failed", "unmatched")

@@ -167,13 +167,18 @@ def _printable(text: str) -> str:
     return text.encode(errors="backslashreplace").decode()
 
 
+def retry_seconds(error: TriptychError) -> int:
+    """When to come again after an error that time may mend."""
+    if isinstance(error, TooBusy) and error.retry_after is not None:
+        return min(LONGEST_RETRY, max(1, math.ceil(error.retry_after)))
+    return int(RETRY_SECONDS)
+
+
 def typed_response(error: TriptychError) -> JSONResponse:
     """The response of an error that Triptych raised on purpose."""
     headers: dict[str, str] = {}
     if isinstance(error, NotReady | TooBusy):
-        headers["retry-after"] = RETRY_SECONDS
-    if isinstance(error, TooBusy) and error.retry_after is not None:
-        headers["retry-after"] = str(min(LONGEST_RETRY, max(1, math.ceil(error.retry_after))))
+        headers["retry-after"] = str(retry_seconds(error))
     if isinstance(error, RangeNotSatisfiable):
         headers["content-range"] = f"bytes */{error.size}"
     if isinstance(error, BodyStalled):

@@ -14,6 +14,7 @@ from starlette.requests import Request
 
 from triptych.api.body import read_body
 from triptych.api.context import Context
+from triptych.api.errors import retry_seconds
 from triptych.api.orders import Order, Output
 from triptych.api.ready import need_schema
 from triptych.api.task_orders import TaskFields, in_client_words, read_fields
@@ -69,7 +70,14 @@ class TaskBook:
         )
         path = ticket.save_path
         if ticket.open and ticket.parts >= set(PARTS):
-            path = _path_of(await self._submit(request, ticket, order))
+            try:
+                path = _path_of(await self._submit(request, ticket, order))
+            except BadRequest as error:
+                self._tickets.fail(ticket, Reason(error.error_code, error.message), time.time())
+                raise
+            except TriptychError as error:  # who comes again with this post finds the others here
+                self._tickets.put_off(ticket, part, time.monotonic(), retry_seconds(error))
+                raise
         return TaskCreated(task_id=ticket.id, task_status="pending", save_result_path=path)
 
     async def start(self, request: Request, output: Output) -> JobRecord:
@@ -94,12 +102,8 @@ class TaskBook:
             raise
 
     async def _submit(self, request: Request, ticket: Ticket, order: Order) -> JobRecord:
-        try:
-            metadata = {TASK_ID: ticket.id, SAVE_PATH: ticket.save_path}
-            record = await self._context.desk.submit(request, order, ticket.output, metadata=metadata)
-        except TriptychError as error:
-            self._tickets.fail(ticket, Reason(error.code, error.message), time.time())
-            raise
+        metadata = {TASK_ID: ticket.id, SAVE_PATH: ticket.save_path}
+        record = await self._context.desk.submit(request, order, ticket.output, metadata=metadata)
         self._tickets.started(ticket, record.id)
         if task_id_of(record) == ticket.id:
             self._tickets.forget(ticket)  # kept only where it stands for the job of another task

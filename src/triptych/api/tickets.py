@@ -145,6 +145,11 @@ class Tickets:
             if other.open and other.parts and other.key == ticket.key:
                 other.equal = job
 
+    def put_off(self, ticket: Ticket, part: Part, now: float, seconds: float) -> None:
+        """Have a ticket wait for its last post once more, whose client was told to come again in ``seconds``."""
+        ticket.parts.discard(part)
+        ticket.opened = now + seconds
+
     def fail(self, ticket: Ticket, reason: Reason, clock: float) -> None:
         """End a ticket without a job."""
         ticket.reason, ticket.ended = reason, clock
