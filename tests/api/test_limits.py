@@ -12,6 +12,7 @@ import httpx
 import pytest
 
 from tests import asking
+from tests.api.conftest import schema
 from tests.server.test_journal import limit_pages
 from triptych.config import KEY_PREFIX
 
@@ -107,3 +108,34 @@ def test_a_key_that_asks_too_often_is_told_when_it_may_again(make_house: Any) ->
         assert refused.status_code == 429
         assert 1 <= int(refused.headers["retry-after"]) <= 30
         assert refused.json()["error"]["type"] == "rate_limit_error"
+
+
+def images(house: Any, **fields: Any) -> httpx.Response:
+    headers = {"authorization": f"Bearer {KEY}"}
+    return asking.post(f"{house.url}/v1/images/generations", json={"prompt": "a cat", **fields}, headers=headers)
+
+
+@pytest.mark.parametrize(
+    "limit", [{"max_concurrency_per_key": 5}, {"max_rate_per_key": 5}, {"max_live_requests": 5}], ids=str
+)
+def test_more_images_than_may_ever_be_at_once_are_refused_before_the_first(
+    make_house: Any, limit: dict[str, int]
+) -> None:
+    """Symptom: five were begun and thrown away, and the client was told to come again, for ever."""
+    with make_house(accepts=schema(with_count=False), api_keys=(DIGEST,), **limit) as house:
+        refused = images(house, n=6)
+        assert refused.status_code == 400
+        assert refused.json()["error"]["param"] == "n"
+        assert "5 are taken at once" in refused.json()["error"]["message"]
+        assert house.seen == []
+        assert images(house, n=5).status_code == 200
+
+
+def test_images_begin_together_or_not_at_all(make_house: Any) -> None:
+    with make_house(accepts=schema(with_count=False), api_keys=(DIGEST,), max_concurrency_per_key=5) as house:
+        job = post(house, "slow").json()["id"]
+        until(lambda: house.held)
+        refused = images(house, n=5)
+        assert (refused.status_code, len(house.seen)) == (429, 1)
+        assert images(house, n=4).status_code == 200
+        asking.delete(f"{house.url}/v1/videos/{job}", headers={"authorization": f"Bearer {KEY}"})

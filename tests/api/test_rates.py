@@ -28,3 +28,14 @@ def test_a_pause_saves_up_no_more_than_a_minutes_worth() -> None:
         rates.take("a", 10_000.0)
     with pytest.raises(TooBusy):
         rates.take("a", 10_000.0)
+
+
+def test_several_are_checked_at_once_and_none_is_taken() -> None:
+    rates = Rates(6)
+    rates.check("a", 0.0, 6)
+    with pytest.raises(TooBusy):
+        rates.check("a", 0.0, 7)
+    rates.take("a", 0.0)
+    with pytest.raises(TooBusy) as refused:
+        rates.check("a", 0.0, 6)
+    assert refused.value.retry_after == pytest.approx(10.0)

@@ -54,6 +54,23 @@ class Desk:
         check_handoff(schema, order.params, self._service.largest_pool)
         return replace(order, timeouts=timeouts)
 
+    async def expect(self, request: Request, order: Order, count: int) -> None:
+        """Look whether ``count`` jobs of an order may be submitted, before the first of them begins.
+
+        Raises `BadRequest` for more than are ever taken at once, and `TooBusy` for more than are now.
+        """
+        caller: str | None = request.scope.get(CALLER)
+        most, setting = self._limits.most(caller)
+        if count > most:
+            raise BadRequest(
+                "n", f"n={count}: each is a request of its own for this model, and {most} are taken at once ({setting})"
+            )
+        key = key_of(request)
+        if key is not None and await self._service.repeated(key) is not None:
+            return
+        assert order.timeouts is not None  # `read` has set them
+        self._limits.check(caller, order.timeouts, count)
+
     async def submit(
         self,
         request: Request,

@@ -89,12 +89,14 @@ class ImageRoutes:
         with everything that they made.
 
         A pipeline that makes several images of one prompt gets one job; else every image is a job of its own, with
-        the next seed (0 after the largest), and instances share them.
+        the next seed (0 after the largest), and instances share them. None begins unless there is room for all.
         """
-        shared = schema.param("n") is not None
+        jobs = 1 if schema.param("n") is not None else order.count
+        if jobs > 1:
+            await self._desk.expect(request, order, jobs)
         places: list[Place] = []
         try:
-            for index in range(1 if shared else order.count):
+            for index in range(jobs):
                 params = dict(order.params)
                 if index and "seed" in params:
                     params["seed"] = (params["seed"] + index) % (INT64_MAX + 1)

@@ -35,8 +35,7 @@ class Limits:
     @contextmanager
     def entering(self, caller: str | None, timeouts: Timeouts) -> Generator[Callable[[RequestId], None]]:
         """Hold room for one request while its job is made; call what is given with the job's id. Raises `TooBusy`."""
-        self._check_all(timeouts)
-        self._check_key(caller)
+        self.check(caller, timeouts)
         if self._rates is not None and caller is not None:
             self._rates.take(caller, time.monotonic())
         self._entering[caller] += 1
@@ -45,12 +44,28 @@ class Limits:
         finally:
             self._entering[caller] -= 1
 
-    def _check_all(self, timeouts: Timeouts) -> None:
+    def check(self, caller: str | None, timeouts: Timeouts, count: int = 1) -> None:
+        """Raise `TooBusy` unless ``count`` requests may enter now. Nothing is held for them."""
+        self._check_all(timeouts, count)
+        self._check_key(caller, count)
+        if self._rates is not None and caller is not None:
+            self._rates.check(caller, time.monotonic(), count)
+
+    def most(self, caller: str | None) -> tuple[int, str]:
+        """Requests that may ever enter at one moment, and which setting says so."""
+        found = [(self._most, "--max-live-requests")]
+        if caller is not None and self._most_of_key is not None:
+            found.append((self._most_of_key, "--max-concurrency-per-key"))
+        if caller is not None and self._rates is not None:
+            found.append((self._rates.most, "--max-rate-per-key"))
+        return min(found)
+
+    def _check_all(self, timeouts: Timeouts, count: int) -> None:
         """Raises `TooBusy` when there is too much of everybody's."""
         states, entering = self._service.states(), self._entering.total()
-        live = sum(count for state, count in states.items() if state not in TERMINAL) + entering
-        if live >= self._most:
-            raise TooBusy(f"{live} requests wait or run already, as many as this server takes")
+        live = sum(jobs for state, jobs in states.items() if state not in TERMINAL) + entering
+        if live + count > self._most:
+            raise TooBusy(f"{live} requests wait or run already, and {self._most} are as many as this server takes")
         wait = self._service.predicted_wait()
         waiting = sum(states[state] for state in COUNTS_AS_WAITING) + entering
         if self._most_waiting is not None and waiting >= self._most_waiting:
@@ -67,7 +82,7 @@ class Limits:
         if caller in self._jobs:
             self._jobs[caller].add(job)
 
-    def _check_key(self, caller: str | None) -> None:
+    def _check_key(self, caller: str | None, count: int) -> None:
         """Raises `TooBusy` when there may be no more of this key."""
         if caller is None or self._most_of_key is None:
             return
@@ -75,9 +90,9 @@ class Limits:
         if jobs is None:  # the first of this life; jobs of an earlier one may still be live
             jobs = {record.id for record in self._service.live() if record.metadata.get(CALLER) == caller}
         self._jobs[caller] = jobs = {job for job in jobs if self._is_live(job)}
-        count = len(jobs) + self._entering[caller]
-        if count >= self._most_of_key:
-            raise TooBusy(f"{count} requests of this API key wait or run already, as many as it may")
+        live = len(jobs) + self._entering[caller]
+        if live + count > self._most_of_key:
+            raise TooBusy(f"{live} requests of this API key wait or run already, and it may have {self._most_of_key}")
 
     def _is_live(self, job: RequestId) -> bool:
         try:
