@@ -192,3 +192,27 @@ def test_an_installed_decoder_is_what_decode_uses_for_every_item(vae: Autoencode
     install(vae, Counting(vae, overflow=None))
     assert (vae.decode(latents).sample - stock).abs().max() < 2e-5
     assert calls == [1, 1]
+
+
+def test_joining_says_what_is_joined_and_is_refused_where_nothing_can_be(transformer: WanTransformer3DModel) -> None:
+    def told(model: Any) -> str:
+        (technique,) = (
+            technique
+            for technique in accelerate(
+                {"transformer": model}, device=CPU, dtype=torch.float32, profile="stock", batcher=ForwardBatcher()
+            )
+            if technique.name == "transformer: batching"
+        )
+        assert technique.on
+        return technique.why
+
+    qwen = QwenImageTransformer2DModel(
+        num_layers=1, num_attention_heads=2, attention_head_dim=16, joint_attention_dim=24, axes_dims_rope=(4, 6, 6)
+    )
+    assert told(transformer) == "forwards of up to 8 requests of equal shapes, where that is faster"
+    assert "whatever their texts" in told(qwen)
+    packing: Any = type("Cosmos3OmniTransformer", (QwenImageTransformer2DModel,), {})(
+        num_layers=1, num_attention_heads=2, attention_head_dim=16, joint_attention_dim=24, axes_dims_rope=(4, 6, 6)
+    )
+    with pytest.raises(ConfigError, match="batching: Cosmos3OmniTransformer computes each request by itself"):
+        told(packing)

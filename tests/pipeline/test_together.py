@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -105,6 +106,37 @@ def test_prompts_are_encoded_together(trio: Trio, sizes: list[int]) -> None:
         assert expected is not None
         for mine, other in zip(result.outputs[0].tensors, expected.outputs[0].tensors, strict=True):
             assert torch.allclose(mine.float(), other.float(), atol=1e-5)
+
+
+WORDS = ("a cat", "a very large red circle in front of a blue wall, seen from far above")
+
+
+@pytest.mark.parametrize("family", ["z_image", "qwen_t2i"])
+def test_prompts_of_any_length_share_a_forward(
+    checkpoint: Callable[[str], Path], family: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of models that do not pad the text, so that nearly every prompt has a length of its own."""
+    model = ModelConfig(path=str(checkpoint(family)), device="cpu", batching=True, prompt_cache_bytes=0)
+    pipeline = load_pipeline(model, ROLES, "cpu")
+    assert isinstance(pipeline, ModularRolePipeline)
+    trio = Trio.of(dict.fromkeys(ROLES, pipeline))
+    asked = {"height": 32, "width": 48, "num_inference_steps": 2, "guidance_scale": 3.0, "negative_prompt": "bad"}
+    requests = [{**asked, "prompt": prompt, "seed": seed} for seed, prompt in enumerate(WORDS)]
+    expected = [alone(trio, request) for request in requests]
+    sizes: list[int] = []
+    joined = batching._joined
+
+    def watched(calls: Sequence[Call], merged: Merged) -> list[Any]:
+        sizes.append(len(calls))
+        return joined(calls, merged)
+
+    monkeypatch.setattr(batching, "_joined", watched)
+    monkeypatch.setattr(batching, "_seconds", lambda calls, count: 1.0)
+    for joint, one in zip(together(trio, requests), expected, strict=True):
+        assert isinstance(joint, torch.Tensor)
+        assert torch.allclose(joint, one, atol=1e-4)
+    assert set(sizes) == {2}
+    assert not torch.allclose(expected[0], expected[1], atol=1e-2)
 
 
 @pytest.mark.usefixtures("sizes")

@@ -4,7 +4,9 @@ Theory of operation. Each request's loop runs in a greenlet. While forwards are 
 out of it instead of computing; whoever runs the loops gathers the parked calls, and those of equal shapes are joined
 along the batch dimension, computed at once, and handed back. How many pay off is measured for each shape, by doubling:
 on a GPU that one request fills, none do. What fails together is tried in halves, so that a call fails of nothing but
-itself. Results differ from those of a request alone by rounding.
+itself. Of models that take texts of several lengths at once (`triptych.accel.ragged`), calls with such texts are joined
+too; whether that pays off is measured apart, since it needs a mask. Results differ from those of a request alone by
+rounding.
 """
 
 from __future__ import annotations
@@ -22,6 +24,7 @@ from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
 from triptych.accel.merging import Merged
+from triptych.accel.ragged import EVEN, Ragged, ragged_of
 from triptych.accel.shortage import free_memory, is_out_of_memory
 
 log = logging.getLogger(__name__)
@@ -39,6 +42,10 @@ class Call:
     spec: Any
     key: Hashable
     """Equal for calls that can be joined."""
+    lengths: tuple[int, ...] = ()
+    """Of what may be of several lengths in one forward."""
+    lists: bool = False
+    """Whether the model takes, and gives, lists with an entry for each output."""
     result: Any = None
     error: Exception | None = None
 
@@ -65,14 +72,15 @@ class ForwardBatcher:
     def install(self, model: nn.Module) -> None:
         """Have the forwards of ``model`` go through this."""
         compute: Callable[..., Any] = model.forward
+        ragged = ragged_of(model)
 
         @functools.wraps(compute)
         def forward(*args: Any, **kwargs: Any) -> Any:
             if not self.collecting and not self.profiling:
                 return compute(*args, **kwargs)
-            call = call_of(compute, args, kwargs)
+            call = call_of(compute, args, kwargs, ragged)
             if self.profiling:
-                self._cap(call)
+                self._cap([call])
             if not self.collecting:
                 return compute(*args, **kwargs)
             runner = getcurrent().parent
@@ -87,10 +95,21 @@ class ForwardBatcher:
         for call in calls:
             groups.setdefault(call.key, []).append(call)
         for group in groups.values():
-            while group:
-                size = _power_of_two(min(len(group), self._cap(group[0]) if len(group) > 1 else 1))
-                self._compute(group[:size])
-                group = group[size:]
+            if _kind(group) != group[0].key and self._cap(_mixed(group)) == 1:
+                even: dict[tuple[int, ...], list[Call]] = {}
+                for call in group:
+                    even.setdefault(call.lengths, []).append(call)
+                for part in even.values():
+                    self._run_alike(part)
+            else:
+                self._run_alike(group)
+
+    def _run_alike(self, group: list[Call]) -> None:
+        """Compute calls that can be joined as they are."""
+        while group:
+            size = _power_of_two(min(len(group), self._cap(_mixed(group)) if len(group) > 1 else 1))
+            self._compute(group[:size])
+            group = group[size:]
 
     def _compute(self, calls: Sequence[Call]) -> None:
         """Compute calls of one kind in one forward, or in halves where that cannot be done."""
@@ -104,7 +123,7 @@ class ForwardBatcher:
             half = len(calls) // 2
             if is_out_of_memory(error):
                 free_memory(error)
-                self.caps[calls[0].key] = half
+                self.caps[_kind(calls)] = half
         else:
             for call, result in zip(calls, results, strict=True):
                 call.result = result
@@ -112,32 +131,67 @@ class ForwardBatcher:
         for part in (calls[:half], calls[half:]):
             self._compute(part)
 
-    def _cap(self, call: Call) -> int:
-        """How many calls like this one are joined at most; measured when the kind is new. A call that fails alone is
-        no measure: nothing is known of its kind then."""
-        known = self.caps.get(call.key)
+    def _cap(self, calls: Sequence[Call]) -> int:
+        """How many calls like these, of one or by turns of two lengths, are joined at most; measured when the kind is
+        new. A call that fails alone is no measure: nothing is known of its kind then."""
+        kind = _kind(calls)
+        known = self.caps.get(kind)
         if known is not None:
             return known
-        best = _seconds(call, 1)
+        best = _seconds(calls, 1)
         if best is None:
             return 1
         size = 1
-        while size * 2 <= self.most and (taken := _seconds(call, size * 2)) is not None:
+        while size * 2 <= self.most and (taken := _seconds(calls, size * 2)) is not None:
             each = taken / (size * 2)
             if each > best * _GAIN:
                 break
             size, best = size * 2, each
-        self.caps[call.key] = size
-        log.info("batching: up to %d requests in one forward, %.2f ms each (%s)", size, best * 1e3, _shapes(call))
+        self.caps[kind] = size
+        shapes = _shapes(calls[0]) + ("" if kind == calls[0].key else ", texts of several lengths")
+        log.info("batching: up to %d requests in one forward, %.2f ms each (%s)", size, best * 1e3, shapes)
         return size
 
 
-def call_of(compute: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Call:
-    leaves, spec = pytree.tree_flatten((args, kwargs), is_leaf=lambda value: isinstance(value, list))
-    parts = tuple(
-        (leaf.shape, leaf.dtype, leaf.device) if isinstance(leaf, Tensor) else _plain(leaf) for leaf in leaves
+def call_of(compute: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], ragged: Ragged = EVEN) -> Call:
+    """A call in parts, with equal keys for those that can be joined. ``ragged`` is what of it may differ in length."""
+    leaves, spec = pytree.tree_flatten((args, kwargs), is_leaf=_is_list)
+    names = ragged.names(kwargs)
+    parts: list[Hashable] = []
+    lengths: list[int] = []
+    for leaf in leaves:
+        if id(leaf) not in names:
+            parts.append((leaf.shape, leaf.dtype, leaf.device) if isinstance(leaf, Tensor) else _plain(leaf))
+        elif isinstance(leaf, Tensor):
+            parts.append((leaf.shape[0], leaf.shape[2:], leaf.dtype, leaf.device))
+            lengths.append(leaf.shape[1])
+        else:
+            parts.append((len(leaf), *((one.shape[1:], one.dtype, one.device) for one in leaf)))
+            lengths.extend(one.shape[0] for one in leaf)
+    return Call(
+        compute=compute,
+        leaves=leaves,
+        spec=spec,
+        key=(id(compute), str(spec), tuple(parts)),
+        lengths=tuple(lengths),
+        lists=not ragged.lists.isdisjoint(names.values()),
     )
-    return Call(compute=compute, leaves=leaves, spec=spec, key=(id(compute), str(spec), parts))
+
+
+def _kind(calls: Sequence[Call]) -> Hashable:
+    """Under what it is remembered how many calls like these are joined."""
+    key = calls[0].key
+    return key if all(call.lengths == calls[0].lengths for call in calls) else ("of several lengths", key)
+
+
+def _mixed(calls: Sequence[Call]) -> Sequence[Call]:
+    """Two of ``calls`` of different lengths, or one."""
+    other = next((call for call in calls if call.lengths != calls[0].lengths), None)
+    return calls[:1] if other is None else [calls[0], other]
+
+
+def _is_list(value: Any) -> bool:
+    return isinstance(value, list)
 
 
 def _plain(value: Any) -> Hashable:
@@ -156,9 +210,18 @@ def _joined(calls: Sequence[Call], merged: Merged) -> list[Any]:
         return [first.compute(*args, **kwargs)]
     leaves = [_merge(parts, first.batch, merged) for parts in zip(*(call.leaves for call in calls), strict=True)]
     args, kwargs = pytree.tree_unflatten(leaves, first.spec)
-    outputs, spec = pytree.tree_flatten(first.compute(*args, **kwargs))
-    split = [out.split(first.batch) if isinstance(out, Tensor) else [out] * len(calls) for out in outputs]
+    outputs, spec = pytree.tree_flatten(first.compute(*args, **kwargs), is_leaf=_is_list if first.lists else None)
+    split = [_split(out, first.batch, len(calls)) for out in outputs]
     return [pytree.tree_unflatten([parts[index] for parts in split], spec) for index in range(len(calls))]
+
+
+def _split(output: Any, batch: int, count: int) -> Sequence[Any]:
+    """What of an output belongs to each of ``count`` calls."""
+    if isinstance(output, Tensor):
+        return output.split(batch)
+    if isinstance(output, list):
+        return [output[index * batch : (index + 1) * batch] for index in range(count)]
+    return [output] * count
 
 
 def _merge(parts: tuple[Any, ...], batch: int, merged: Merged) -> Any:
@@ -175,15 +238,16 @@ def _merge(parts: tuple[Any, ...], batch: int, merged: Merged) -> Any:
     return value
 
 
-def _seconds(call: Call, count: int) -> float | None:
+def _seconds(calls: Sequence[Call], count: int) -> float | None:
     """Seconds of one forward of ``count`` such calls, after one that is not counted; None when that fails."""
     taken = 0.0
+    call = calls[0]
     try:
         device, merged = next(leaf.device for leaf in call.leaves if isinstance(leaf, Tensor)), Merged()
         for _ in range(2):
             _wait(device)
             begun = time.perf_counter()
-            _joined([call] * count, merged)
+            _joined([calls[index % len(calls)] for index in range(count)], merged)
             _wait(device)
             taken = time.perf_counter() - begun
     except Exception as error:

@@ -42,17 +42,17 @@ class Merged:
         return len(self._known)
 
     def of(self, parts: tuple[Tensor, ...]) -> Tensor:
-        """``parts`` along their first dimension."""
+        """``parts`` along their first dimension; of several lengths in the second, zeros follow in the shorter ones."""
         if any(part.is_inference() for part in parts):  # which does not say when it changes
-            return torch.cat(parts)
+            return _together(parts)
         key, versions = tuple(map(id, parts)), tuple(part._version for part in parts)
         known = self._known.get(key)
         if known is None or known.versions != versions:
             forget = functools.partial(self._forget, key)
             self._known[key] = _Known(parts=tuple(weakref.ref(part, forget) for part in parts), versions=versions)
-            return torch.cat(parts)
+            return _together(parts)
         if known.whole is None or known.whole._version != known.version:
-            known.whole = torch.cat(parts)
+            known.whole = _together(parts)
             known.version = known.whole._version
         return known.whole
 
@@ -61,3 +61,15 @@ class Merged:
         known = self._known.get(key)
         if known is not None and any(part is dead for part in known.parts):
             del self._known[key]
+
+
+def _together(parts: tuple[Tensor, ...]) -> Tensor:
+    longest = max(part.shape[1] for part in parts) if parts[0].ndim > 1 else 0
+    if any(part.ndim > 1 and part.shape[1] < longest for part in parts):
+        parts = tuple(_longer(part, longest) for part in parts)
+    return torch.cat(parts)
+
+
+def _longer(part: Tensor, length: int) -> Tensor:
+    padding = part.new_zeros((part.shape[0], length - part.shape[1], *part.shape[2:]))
+    return torch.cat([part, padding], dim=1)

@@ -21,6 +21,7 @@ from triptych.accel.fp8_products import fuse_fp8
 from triptych.accel.gelu import fuse_gelu
 from triptych.accel.prompts import PromptCache
 from triptych.accel.prompts import install as install_prompts
+from triptych.accel.ragged import ALONE, EVEN, ragged_of
 from triptych.accel.step_cache import StepMemory
 from triptych.accel.tally import Tally
 from triptych.config import Profile
@@ -125,8 +126,12 @@ def _is_text_encoder(model: nn.Module) -> bool:
 
 
 def _batching(name: str, model: nn.Module, batcher: ForwardBatcher) -> Technique:
+    kind = type(model).__name__
+    if kind in ALONE:
+        raise ConfigError(f"batching: {kind} computes each request by itself: {ALONE[kind]}")
     batcher.install(model)
-    why = f"forwards of up to {batcher.most} requests, where that is faster"
+    alike = "one size, whatever their texts" if ragged_of(model) is not EVEN else "equal shapes"
+    why = f"forwards of up to {batcher.most} requests of {alike}, where that is faster"
     return Technique(name=f"{name}: batching", on=True, why=why)
 
 
