@@ -68,6 +68,7 @@ SERVE_OPTIONS = {
     "--media-store": None,
     "--state-dir": None,
     "--max-live-requests": 1000,
+    "--max-upload-memory": 2 << 30,
     "--max-queue": None,
     "--max-wait": None,
     "--timeout-cap": 3600.0,

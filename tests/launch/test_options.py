@@ -65,11 +65,13 @@ def test_limits_and_roots_arrive(tmp_path: Path) -> None:
         allow_image_urls=True,
         retain_seconds=60,
         max_live_requests=7,
+        max_upload_memory="1GiB",
         max_concurrency_per_key=3,
         api_key=KEY,
     ).server_config()
     assert config.input_root == tmp_path
     assert config.allow_image_urls
+    assert config.max_upload_memory == 1 << 30
     assert (config.retained_seconds, config.max_live_requests, config.max_concurrency_per_key) == (60, 7, 3)
 
 

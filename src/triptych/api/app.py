@@ -19,6 +19,7 @@ from triptych.api.keys import KeyGuard
 from triptych.api.metrics_port import MetricsPorts
 from triptych.api.openapi import describe
 from triptych.api.operations import Operations
+from triptych.api.room import Room
 from triptych.api.task_book import TaskBook
 from triptych.api.task_service import TaskService
 from triptych.api.tasks import Tasks
@@ -48,7 +49,8 @@ def create_app(service: DiffusionService, config: ServerConfig, *, stopping: Cal
     if config.api_keys:
         app.add_middleware(KeyGuard, digests=config.api_keys)
     app.add_middleware(MetricsPorts, ports=frozenset(config.monitoring_ports))
-    app.add_middleware(Gate, max_body=config.max_upload_bytes, metrics=HttpMetrics(service.registry))
+    room = Room(config.max_upload_memory, lambda: service.upload_bytes)
+    app.add_middleware(Gate, max_body=config.max_upload_bytes, room=room, metrics=HttpMetrics(service.registry))
     errors.install(app)
     context = Context(
         service=service,

@@ -17,6 +17,7 @@ from triptych.api.limits import Limits
 from triptych.api.orders import Order, Output, accepted, check_handoff, picture_fields, picture_params, read_order
 from triptych.api.ready import need_schema
 from triptych.api.references import References
+from triptych.api.room import share_of
 from triptych.api.timeouts import read_timeouts
 from triptych.api.views import metadata_of
 from triptych.config import MIB, ServerConfig
@@ -39,15 +40,23 @@ class Desk:
         self._references = References(config)
         self._pictures: OrderedDict[RequestId, tuple[bytes, ...]] = OrderedDict()
 
-    async def read(self, body: Body, output: Output, *, paths: bool = False) -> Order:
+    async def read(self, request: Request, body: Body, output: Output, *, paths: bool = False) -> Order:
         """The order in ``body``; raises `BadRequest` or kin, and `NotReady` while no model is known.
 
-        With ``paths`` pictures may be named by path and be plain base64.
+        With ``paths`` pictures may be named by path and be plain base64. Pictures are fetched from the web only for an
+        order that has nothing else wrong with it, while there is room for it; raises `TooBusy` when there is none.
         """
         schema = need_schema(self._service)
         pictures = picture_fields(schema, output)
+        if (draft := self._references.draft(body, pictures)) is not None:
+            refuse_repeated(draft)
+            timeouts, draft = read_timeouts(draft, self._config)
+            await to_thread.run_sync(read_order, schema, draft, output)
+            if not await self._is_repeated(request):
+                self._limits.check(_caller(request), timeouts)
         if pictures:
-            body = await self._references.resolve(body, pictures, paths=paths)
+            took = share_of(request.scope).take
+            body = await self._references.resolve(body, pictures, paths=paths, took=took)
         refuse_repeated(body)
         timeouts, body = read_timeouts(body, self._config)
         order = await to_thread.run_sync(read_order, schema, body, output)
@@ -59,14 +68,13 @@ class Desk:
 
         Raises `BadRequest` for more than are ever taken at once, and `TooBusy` for more than are now.
         """
-        caller: str | None = request.scope.get(CALLER)
+        caller = _caller(request)
         most, setting = self._limits.most(caller)
         if count > most:
             raise BadRequest(
                 "n", f"n={count}: each is a request of its own for this model, and {most} are taken at once ({setting})"
             )
-        key = key_of(request)
-        if key is not None and await self._service.repeated(key) is not None:
+        if await self._is_repeated(request):
             return
         assert order.timeouts is not None  # `read` has set them
         self._limits.check(caller, order.timeouts, count)
@@ -88,7 +96,7 @@ class Desk:
         key = key_of(request, part)
         if key is not None and (known := await self._service.repeated(key)) is not None:
             return known  # however busy the server is
-        caller: str | None = request.scope.get(CALLER)
+        caller = _caller(request)
         timeouts = order.timeouts
         assert timeouts is not None  # `read` has set them
         with self._limits.entering(caller, timeouts) as enter:
@@ -105,7 +113,7 @@ class Desk:
         self._remember(record.id, order.images)
         return record
 
-    async def remix(self, source: JobRecord, body: Body) -> Order:
+    async def remix(self, request: Request, source: JobRecord, body: Body) -> Order:
         """The order of ``source`` once more, with the fields of ``body`` in place of its own.
 
         Raises `BadRequest` when it started from a picture that is no longer remembered and ``body`` has none.
@@ -131,10 +139,15 @@ class Desk:
         text = {k: v if isinstance(v, str) else str(v).lower() for k, v in fields.items() if v is not None}
         # Also the nulls of the body, so that an unknown field is refused whatever its value is.
         whole = Body(fields=body.fields | (text if body.form else fields) | changed, uploads=uploads, form=body.form)
-        order = await self.read(whole, source.output)
+        order = await self.read(request, whole, source.output)
         if changed.keys().isdisjoint(("seconds", "num_frames", "fps")):
             order = replace(order, seconds=source.metadata.get("seconds", order.seconds))  # as its client once said it
         return order
+
+    async def _is_repeated(self, request: Request) -> bool:
+        """Whether the job of a request is there already, so that no limit applies to it."""
+        key = key_of(request)
+        return key is not None and await self._service.repeated(key) is not None
 
     def _remember(self, job: RequestId, pictures: tuple[bytes, ...]) -> None:
         if not pictures:
@@ -155,3 +168,7 @@ class Desk:
             )
         value = source.params[name]
         return [held[item["blob"]] for item in (value if isinstance(value, list) else [value])]
+
+
+def _caller(request: Request) -> str | None:
+    return request.scope.get(CALLER)

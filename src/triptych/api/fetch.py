@@ -47,15 +47,16 @@ class Fetcher:
         self._max_bytes = max_bytes
         self._permits = permits
 
-    async def fetch(self, field: str, url: str) -> bytes:
-        """The bytes at ``url``; raises `BadRequest` that names ``field``."""
+    async def fetch(self, field: str, url: str, took: Callable[[int], None] = lambda _: None) -> bytes:
+        """The bytes at ``url``; raises `BadRequest` that names ``field``, or what ``took`` raises, which is told of
+        every piece that comes."""
         try:
             async with (
                 asyncio.timeout(FETCH_SECONDS),
                 httpx.AsyncClient(trust_env=False, timeout=FETCH_SECONDS) as http,
             ):
                 for _ in range(HOPS + 1):
-                    data, target = await self._once(http, field, url)
+                    data, target = await self._once(http, field, url, took)
                     if target is None:
                         return data
                     url = urljoin(url, target)
@@ -67,7 +68,9 @@ class Fetcher:
             raise BadRequest(field, f"{field}: the picture could not be fetched: {type(error).__name__}") from error
         raise BadRequest(field, f"{field}: the address redirects more than {HOPS} times")
 
-    async def _once(self, http: httpx.AsyncClient, field: str, url: str) -> tuple[bytes, str | None]:
+    async def _once(
+        self, http: httpx.AsyncClient, field: str, url: str, took: Callable[[int], None]
+    ) -> tuple[bytes, str | None]:
         """The bytes, or the address that a redirect names."""
         host, port, secure = _parts(field, url)
         address = await self._resolve(field, host, port)
@@ -84,6 +87,7 @@ class Fetcher:
                 raise BadRequest(field, f"{field}: the address answered with a compressed body")
             data = bytearray()
             async for chunk in response.aiter_raw():
+                took(len(chunk))
                 data += chunk
                 if len(data) > self._max_bytes:
                     raise BadRequest(field, f"{field}: the picture has more than {self._max_bytes} bytes")

@@ -14,6 +14,7 @@ from starlette.requests import ClientDisconnect
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from triptych.api.errors import CLIENT_CLOSED, BodyStalled, BodyTooLarge, error_response, typed_response
+from triptych.api.room import SHARE, Room, Share
 from triptych.server.notices import CAUSE
 
 log = logging.getLogger(__name__)
@@ -56,9 +57,10 @@ class Gate:
     it shown to the client.
     """
 
-    def __init__(self, app: ASGIApp, *, max_body: int, metrics: HttpMetrics) -> None:
+    def __init__(self, app: ASGIApp, *, max_body: int, room: Room, metrics: HttpMetrics) -> None:
         self._app = app
         self._max_body = max_body
+        self._room = room
         self._metrics = metrics
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -79,8 +81,9 @@ class Gate:
                 MutableHeaders(scope=message)["x-request-id"] = request_id
             await send(message)
 
+        share = scope[SHARE] = self._room.share()
         try:
-            await self._answer(scope, headers, receive, labelled)
+            await self._answer(scope, headers, share, receive, labelled)
         except ClientDisconnect:
             status = status or CLIENT_CLOSED
             log.info("request %s: the client hung up in the middle of its body", request_id)
@@ -91,9 +94,10 @@ class Gate:
             response = error_response(500, f"internal error; quote request id {request_id}", code="internal_error")
             await response(scope, receive, labelled)
         finally:
+            share.close()
             self._metrics.record(scope, status, time.monotonic() - begun)
 
-    async def _answer(self, scope: Scope, headers: Headers, receive: Receive, send: Send) -> None:
+    async def _answer(self, scope: Scope, headers: Headers, share: Share, receive: Receive, send: Send) -> None:
         length = headers.get("content-length", "")
         if length.isdecimal() and (len(length) > 15 or int(length) > self._max_body):
             await typed_response(self._too_large(length))(scope, receive, send)
@@ -114,6 +118,7 @@ class Gate:
                 taken += len(message.get("body", b""))
                 if taken > self._max_body:
                     raise self._too_large(f"more than {self._max_body}")
+                share.take(len(message.get("body", b"")))
             return message
 
         await self._app(scope, limited, send)

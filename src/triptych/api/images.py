@@ -55,11 +55,11 @@ class ImageRoutes:
 
     async def generate(self, request: Request) -> Response:
         """Make ``n`` images of one prompt."""
-        return await self._made(request, await self._desk.read(await read_body(request), "image"))
+        return await self._made(request, await self._desk.read(request, await read_body(request), "image"))
 
     async def edit(self, request: Request) -> Response:
         """Make ``n`` images of one prompt and a picture. Raises `BadRequest` when there is none."""
-        order = await self._desk.read(await read_body(request), "image")
+        order = await self._desk.read(request, await read_body(request), "image")
         if not order.images:
             schema = need_schema(self._service)
             takes_none = f"model {schema.model!r} ({schema.task}) takes no image"

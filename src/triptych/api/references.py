@@ -5,7 +5,7 @@ from __future__ import annotations
 import base64
 import binascii
 import re
-from collections.abc import Collection
+from collections.abc import Callable, Collection, Iterable, Iterator
 from typing import Any, cast
 from urllib.parse import unquote_to_bytes
 
@@ -24,6 +24,8 @@ _HEAD = 1024
 _ESCAPES = 1 << 18
 """Percent escapes of a picture that are decoded; each costs more than a hundred bytes of base64 do."""
 _BASE64_ESCAPES = (("%2B", "+"), ("%2b", "+"), ("%2F", "/"), ("%2f", "/"), ("%3D", "="), ("%3d", "="))
+TINY = base64.b64decode("iVBORw0KGgoAAAANSUhEUgAAAAEAAAABCAAAAAA6fptVAAAACklEQVR4nGNgAAAAAgABSK+kcQAAAABJRU5ErkJggg==")
+"""A PNG of one pixel."""
 _ACCEPTED = "a data URL, an http(s) URL, or {'image_url': one of these}"
 
 
@@ -35,25 +37,44 @@ class References:
         self._root = config.input_root
         self._fetcher = Fetcher(config.max_upload_bytes) if config.allow_image_urls else None
 
-    async def resolve(self, body: Body, names: Collection[str], *, paths: bool = False) -> Body:
+    def draft(self, body: Body, names: Collection[str]) -> Body | None:
+        """What `resolve` would make of ``body``, with a tiny picture for each; None when nothing is to be fetched.
+
+        So an order can be read, and refused, before any other machine is asked for anything.
+        """
+        found = _found(body, names)
+        if self._fetcher is None or not any(map(_is_far, _flat(found.values()))):
+            return None
+        uploads = {name: [TINY] * len(files) for name, files in body.uploads.items()}
+        for name, value in found.items():
+            uploads.setdefault(name, []).extend([TINY] * len(_listed(value)))
+        return _replaced(body, found, uploads)
+
+    async def resolve(
+        self,
+        body: Body,
+        names: Collection[str],
+        *,
+        paths: bool = False,
+        took: Callable[[int], None] = lambda _: None,
+    ) -> Body:
         """``body`` with every field of ``names`` that holds references among its uploads instead.
 
-        Raises `BadRequest` that names the field.
+        ``took`` is told of bytes as they are fetched. Raises `BadRequest` that names the field, or what that raises.
         """
-        found = {name: body.fields[name] for name in names if body.fields.get(name) is not None}
+        found = _found(body, names)
         if not found:
             return body
         uploads = {name: list(files) for name, files in body.uploads.items()}
         for name, value in found.items():
-            values = cast("list[Any]", value) if isinstance(value, list) else [value]
+            values = _listed(value)
             if not 0 < len(values) <= MAX_FILES:
                 raise BadRequest(name, f"{name}: has {len(values)} pictures; 1 to {MAX_FILES} are accepted")
             for one in values:
-                uploads.setdefault(name, []).append(await self._read(name, one, paths))
-        fields = {name: value for name, value in body.fields.items() if name not in found}
-        return Body(fields=fields, uploads=uploads, form=body.form)
+                uploads.setdefault(name, []).append(await self._read(name, one, paths, took))
+        return _replaced(body, found, uploads)
 
-    async def _read(self, field: str, value: Any, paths: bool) -> bytes:
+    async def _read(self, field: str, value: Any, paths: bool, took: Callable[[int], None]) -> bytes:
         text = _address(field, value)
         match text[:6].partition(":")[0].lower():
             case "data":
@@ -65,7 +86,7 @@ class References:
                         f"{field}: this server fetches no pictures from the web (--allow-image-urls); "
                         "send the file itself or a data URL",
                     )
-                return await self._fetcher.fetch(field, text)
+                return await self._fetcher.fetch(field, text, took)
             case _ if not paths:
                 refuse(field, text, _ACCEPTED)
             case _:
@@ -91,6 +112,31 @@ class References:
         if len(data) > self._limit:
             raise BadRequest(field, f"{field}: the file has more than {self._limit} bytes")
         return data
+
+
+def _found(body: Body, names: Collection[str]) -> dict[str, Any]:
+    return {name: body.fields[name] for name in names if body.fields.get(name) is not None}
+
+
+def _replaced(body: Body, found: Collection[str], uploads: dict[str, list[bytes]]) -> Body:
+    fields = {name: value for name, value in body.fields.items() if name not in found}
+    return Body(fields=fields, uploads=uploads, form=body.form)
+
+
+def _listed(value: Any) -> list[Any]:
+    return cast("list[Any]", value) if isinstance(value, list) else [value]
+
+
+def _flat(values: Iterable[Any]) -> Iterator[Any]:
+    for value in values:
+        yield from _listed(value)
+
+
+def _is_far(value: Any) -> bool:
+    """Whether a reference is one that is fetched."""
+    while isinstance(value, dict):
+        value = next(iter(cast("dict[str, Any]", value).values()), None)
+    return isinstance(value, str) and value[:6].lower().startswith(("http:", "https:"))
 
 
 def _decoded(field: str, url: str) -> bytes:

@@ -87,13 +87,13 @@ class Videos:
 
     async def create(self, request: Request) -> Video:
         """Start a job; the answer comes at once, the job's end is seen by looking at it."""
-        order = await self._desk.read(await read_body(request), "video")
+        order = await self._desk.read(request, await read_body(request), "video")
         return self._shown(await self._desk.submit(request, order, "video"))
 
     async def remix(self, request: Request, video_id: str) -> Video:
         """Start a job like that of an existing video, its seed included, with the given fields changed."""
         source = self._find(video_id)
-        order = await self._desk.remix(source, await read_body(request))
+        order = await self._desk.remix(request, source, await read_body(request))
         return self._shown(await self._desk.submit(request, order, "video", metadata={"remixed_from": source.id}))
 
     async def page(

@@ -78,6 +78,9 @@ class ServerConfig:
     """How long an ended job and its media are kept (``--retain-seconds``); None: until ``retained_jobs`` is reached."""
     max_upload_bytes: int = 32 * MIB
     """Largest request body, and largest picture fetched for one."""
+    max_upload_memory: int = 2048 * MIB
+    """Bytes that request bodies, while they are answered, and the pictures of live requests hold together
+    (``--max-upload-memory``); more are put off with 429."""
     metrics_port: int | None = None
     """Another port for ``/metrics`` (``--metrics-port``), which the HTTP port has anyway."""
     max_live_requests: int = 1000
@@ -115,6 +118,9 @@ class ServerConfig:
             raise ConfigError(f"port={self.port} collides with the scheduler ports {self.scheduler_port} to +3")
         positive(self, "run_timeout", "queue_timeout", "retained_jobs", "max_upload_bytes", "max_live_requests")
         positive(self, "timeout_cap", *(name for name in ("max_queue", "max_wait") if getattr(self, name) is not None))
+        if self.max_upload_memory < 2 * self.max_upload_bytes:
+            least = 2 * self.max_upload_bytes
+            raise ConfigError(f"max-upload-memory={self.max_upload_memory}: must be at least {least}, for one request")
         self._check_task_ports()
         self._check_keys()
         if self.retained_seconds is not None:

@@ -97,6 +97,7 @@ class ServerArgs:
     media_store: str | None = None
     state_dir: str | None = None
     max_live_requests: int = 1000
+    max_upload_memory: int = 2048 * MIB
     max_queue: int | None = None
     max_wait: float | None = None
     timeout_cap: float = 3600.0
@@ -186,6 +187,7 @@ class ServerArgs:
             media_store=self.media_store,
             state_dir=Path(f"{self.output_dir}-state" if self.state_dir is None else self.state_dir),
             max_live_requests=self.max_live_requests,
+            max_upload_memory=self.max_upload_memory,
             max_queue=self.max_queue,
             max_wait=self.max_wait,
             timeout_cap=self.timeout_cap,

@@ -305,6 +305,12 @@ class DiffusionService:
         """The metrics. To be rendered on the loop's thread, because a scrape reads the router."""
         return self._metrics.registry
 
+    @property
+    def upload_bytes(self) -> int:
+        """Bytes of the pictures that live jobs hold in memory."""
+        blobs = {} if self._shell is None else self._shell.blobs
+        return sum(len(image) for images in blobs.values() for image in images)
+
     def schema(self) -> RequestSchema | None:
         """What the model accepts; None until an encoder has said hello."""
         return self._router.schema
