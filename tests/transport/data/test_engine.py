@@ -5,12 +5,19 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+import time
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import msgspec
 import pytest
+import torch
+
+from triptych.transport.data import engine
+from triptych.transport.data.engine import Engine, Transfer
+from triptych.transport.data.settings import EngineSettings
 
 OPEN = """
 import sys
@@ -100,6 +107,47 @@ def test_auto_uses_the_engine_only_when_other_hosts_can_reach_the_instance(tmp_p
     without = opened("kind='auto', hostname='127.0.0.2'", path=wheel(tmp_path, None))
     assert "planes: local shm\n" in without
     assert "only peers of this host can pull from 127.0.0.2" in without
+
+
+class Patient:
+    """Stands in for an engine whose every transfer is done the second time that it is asked about."""
+
+    def __init__(self) -> None:
+        self._asked: dict[int, int] = {}
+
+    def initialize(self, *_: object) -> int:
+        return 0
+
+    register_memory = unregister_memory = initialize
+
+    def get_rpc_port(self) -> int:
+        return 15000
+
+    def batch_transfer_async_read(self, *_: object) -> int:
+        self._asked[len(self._asked) + 1] = 0
+        return len(self._asked)
+
+    def transfer_check_status(self, batch: int) -> int:
+        self._asked[batch] += 1
+        return int(self._asked[batch] > 1)
+
+
+def test_a_transfer_is_asked_about_until_it_is_done(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also when the thread that asks is held up for longer than its nap just before it: shorter naps make that common.
+
+    A SimpleQueue of Python 3.11 or 3.12 then waits for its next item, whatever the timeout.
+    """
+    monkeypatch.setattr(engine, "_loaded", ("tcp", SimpleNamespace(TransferEngine=Patient)))
+    monkeypatch.setattr(engine, "_in_use", False)
+    monkeypatch.setattr(engine, "_FAST_NAP", 1e-9)
+    opened = Engine(EngineSettings(hostname="here", transport="tcp", devices=None), torch.zeros(64, dtype=torch.uint8))
+    try:
+        for _ in range(40_000):
+            transfer = Transfer(session="there:1", remote=0, local=0, nbytes=64, on_late=lambda _: None)
+            opened.start(transfer)
+            opened.wait(transfer, deadline=time.monotonic() + 30, cancelled=lambda: False, what="a transfer")
+    finally:
+        opened.close()
 
 
 PULL = """

@@ -202,7 +202,8 @@ class _Lane:
         self._begin = begin
         self._lock = lock
         self._forget = forget
-        self.jobs: queue.SimpleQueue[Transfer | None] = queue.SimpleQueue()
+        # No SimpleQueue: before Python 3.13 its get never ends when the timeout passes before it begins to wait.
+        self.jobs: queue.Queue[Transfer | None] = queue.Queue()
         """Transfers to begin; None: end when those that have begun are over. Put under the lock."""
         self.thread = threading.Thread(target=self._run, name="triptych-mooncake", daemon=True)
         self.thread.start()
