@@ -155,7 +155,7 @@ BAD_FIELDS: list[tuple[dict[str, Any], str, list[str]]] = [
     ({"seed": 1.5}, "seed", ["1.5", "an integer"]),
     ({"fast": 1}, "fast", ["true or false"]),
     ({"fast": "true"}, "fast", ["true or false"]),
-    ({"n": 2}, "n", ["1 to 1"]),
+    ({"n": 5}, "n", ["1 to 4"]),
     ({"output_format": "gif"}, "output_format", ["'gif'", "mp4"]),
     ({"output_format": "png"}, "output_format", ["mp4"]),
     ({"input_reference": "https://host/cat.png"}, "input_reference", ["takes no image"]),

@@ -76,6 +76,19 @@ def test_the_sdk_makes_remixes_and_downloads_a_video(pool: Deployment) -> None:
         assert openai.videos.delete(video.id).deleted
 
 
+def test_a_job_of_several_videos_gives_each_by_its_number(pool: Deployment) -> None:
+    job = pool.api.submit(seed=5, n=2)
+    assert pool.api.done(job)["n"] == 2
+    url = f"{pool.api.url}/v1/videos/{job}/content"
+    first, second = (asking.get(url, params={"index": index}).raise_for_status().content for index in (0, 1))
+    assert asking.get(url).content == first
+    assert first[4:8] == second[4:8] == b"ftyp"
+    assert first != second
+    answer = asking.get(url, params={"index": 2})
+    assert answer.status_code == 404
+    assert "made 2, counted from 0" in answer.json()["error"]["message"]
+
+
 def test_the_sdk_makes_an_image(pool: Deployment) -> None:
     with client(pool) as openai:
         answer = openai.images.generate(

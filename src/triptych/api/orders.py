@@ -70,7 +70,7 @@ class Order:
     """Length of the clip; empty for an image."""
     response_format: str
     count: int
-    """Images wanted; 1 for a video."""
+    """Images wanted, or videos."""
     timeouts: Timeouts | None = None
     """None: the server's own."""
 
@@ -81,8 +81,8 @@ def accepted(schema: RequestSchema, output: Output) -> dict[str, Param]:
     if output == "image":
         params.pop("num_frames", None)
         params.pop("fps", None)
-    most = 1 if output == "video" else 10
     declared = params.get("n")
+    most = 1 if output == "video" and declared is None else 10  # images can be made by a job each
     if declared is not None and declared.maximum is not None:
         most = min(most, int(declared.maximum))
     params["n"] = Param(name="n", type="integer", default=1, minimum=1, maximum=most)

@@ -83,6 +83,8 @@ class Video(Shape):
     num_frames: int | None
     fps: float | None
     seed: int | None
+    n: int
+    """Videos that the job makes; ``content`` takes which by ``index``."""
     timings: list[Timing]
 
 

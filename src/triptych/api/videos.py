@@ -153,6 +153,7 @@ class Videos:
             Literal["video", "thumbnail", "spritesheet"],
             Query(description="The MP4 itself, its middle frame as WebP, or a sheet of its frames as JPEG."),
         ] = "video",
+        index: Annotated[int, Query(ge=0, description="Which of them, where n of a request was more than 1.")] = 0,
     ) -> Response:
         """The finished file, whole or in byte ranges, or a picture made of it."""
         record = self._find(video_id)
@@ -163,7 +164,9 @@ class Videos:
             error = error_of(record.view)
             reason = f"it failed: {error.message}" if error else "its job stored no file"
             raise NoContent("video_id", f"video {record.id} has no content: {reason}")
-        file = record.files[0]
+        if index >= len(record.files):
+            raise NotFound(f"index={index}: job {record.id} made {len(record.files)}, counted from 0")
+        file = record.files[index]
         if variant == "video":
             return await media_response(request, file, "attachment")
         name = f"{Path(file.name).stem}-{variant}{SUFFIX[variant]}"

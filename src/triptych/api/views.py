@@ -102,6 +102,7 @@ def video_of(record: JobRecord, kept_seconds: float | None) -> Video:
         num_frames=file.frames if file else params.get("num_frames"),
         fps=file.fps if file else params.get("fps"),
         seed=params.get("seed"),
+        n=params.get("n", 1),
         timings=timings_of(view),
     )
 
