@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -98,23 +99,82 @@ def test_a_vae_that_encodes_nothing_is_refused() -> None:
         fit(torch.nn.Linear(2, 2), torch.device("cpu"))
 
 
+@pytest.mark.parametrize("family", ["ltx", "ltx2", "qwen_t2i", "hunyuan_video15"])
+def test_every_step_of_a_loop_over_steps_can_be_seen(checkpoint: Checkpoint, family: str) -> None:
+    """Whatever form the loop keeps its latents in; that of the last one is what the decoder is given."""
+    pipeline: Any = load_pipeline(ModelConfig(path=str(checkpoint(family)), device="cpu", previews=True), ROLES, "cpu")
+    trio = Trio.of(dict.fromkeys(ROLES, pipeline))
+    params = {
+        "prompt": "a cat", "height": 32, "width": 64, "num_inference_steps": 3, "seed": 1, "preview": True,
+        **({} if pipeline.schema.output == "image" else {"num_frames": 9}),
+    }  # fmt: skip
+    run: Any = trio.start(Role.DENOISER, params, trio.encoded(params))
+    pictures: list[bytes] = []
+    while run.advance() is None:
+        make = run.preview()
+        assert make is not None
+        pictures.append(make())
+    shapes = {opened(picture).shape for picture in pictures}
+    assert shapes == {(128, 256, 3)}
+    assert len(pictures) == 2
+
+
+@pytest.mark.filterwarnings("ignore:__array_wrap__:DeprecationWarning")
+def test_a_loop_over_chunks_cannot_be_looked_into(checkpoint: Checkpoint) -> None:
+    config = ModelConfig(path=str(checkpoint("helios")), device="cpu", previews=True)
+    with pytest.raises(ConfigError, match="previews: HeliosModularPipeline denoises chunk after chunk"):
+        load_pipeline(config, (Role.DENOISER,), "cpu")
+
+
+class Noisy(torch.nn.Module):
+    """A VAE of few latents of many channels, three of which are colours; it keeps their mean and deviation itself."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.config, self.dtype = SimpleNamespace(scaling_factor=1.0), torch.float32
+        self.random = torch.Generator().manual_seed(0)
+        self.register_buffer("latents_mean", torch.full((128,), 2.0))
+        self.register_buffer("latents_std", torch.full((128,), 4.0))
+
+    def encode(self, pictures: torch.Tensor) -> Any:
+        colours = torch.nn.functional.adaptive_avg_pool2d(pictures, 4)
+        noise = torch.randn(len(pictures), 125, 4, 4, generator=self.random)
+        made = torch.cat([colours, noise], 1)
+        return SimpleNamespace(latent_dist=SimpleNamespace(mode=lambda: made))
+
+
+def test_latents_of_many_channels_are_fitted_to_enough_pictures_in_the_vaes_own_scale() -> None:
+    """To fewer latents than channels, noise would fit as well as colours."""
+    projection = fit(Noisy(), torch.device("cpu"))
+    assert torch.allclose(projection.weight, torch.eye(128, 3) * 4, atol=0.1)
+    assert torch.allclose(projection.bias, torch.full((3,), 2.0), atol=0.1)
+
+
 @pytest.mark.parametrize("frames", [1, 3])
 def test_of_a_clip_the_middle_is_shown(frames: int) -> None:
     latents = torch.arange(frames).float().view(1, 1, frames, 1, 1).expand(2, 4, frames, 2, 3)
-    shown = middle_frame(latents, 16, 24)
+    shown = middle_frame(latents, channels=4, frames=frames, height=16, width=24)
     assert shown is not None
     assert shown.shape == (4, 2, 3)
     assert (shown == frames // 2).all()
 
 
-def test_rows_of_patches_become_a_picture() -> None:
-    picture = torch.arange(2 * 4 * 6).float().view(1, 2, 4, 6)
-    packed = picture.view(1, 2, 2, 2, 3, 2).permute(0, 2, 4, 1, 3, 5).reshape(1, 6, 8)
-    shown = middle_frame(packed, 32, 48)
-    assert shown is not None
-    assert torch.equal(shown, picture[0])
-    assert middle_frame(packed[:, :5], 32, 48) is None
-    assert middle_frame(torch.zeros(2, 2), 16, 16) is None
+@pytest.mark.parametrize("patch", [1, 2])
+@pytest.mark.parametrize("frames", [1, 3])
+def test_rows_of_patches_become_a_picture(patch: int, frames: int) -> None:
+    clip = torch.arange(2 * frames * 4 * 6).float().view(1, 2, frames, 4, 6)
+    split = clip.view(1, 2, frames, 4 // patch, patch, 6 // patch, patch)
+    packed = split.permute(0, 2, 3, 5, 1, 4, 6).reshape(1, -1, 2 * patch * patch)
+
+    def shown(latents: torch.Tensor, channels: int = 2) -> torch.Tensor | None:
+        return middle_frame(latents, channels=channels, frames=frames, height=32, width=48)
+
+    found = shown(packed)
+    assert found is not None
+    assert torch.equal(found, clip[0, :, frames // 2])
+    assert shown(packed[:, :5]) is None
+    assert shown(packed, channels=7) is None
+    assert shown(torch.zeros(2, 2)) is None
 
 
 def test_a_projection_puts_colours_where_they_belong() -> None:

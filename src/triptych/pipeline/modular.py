@@ -365,7 +365,17 @@ class _DenoiseStage:
         projection, latents = self._owner.projection, self.stepped.latents
         if projection is None or latents is None or not self._params.get(PREVIEW):
             return None
-        frame = middle_frame(latents, self._params["height"], self._params["width"])
+        height, width = (self._params.get(side) or self.stepped.value(side) for side in ("height", "width"))
+        if not height or not width:
+            return None
+        later = self._params.get("num_frames", 1) - 1
+        frame = middle_frame(
+            latents,
+            channels=len(projection.weight),
+            frames=1 + later // self._owner.schema.handoff.temporal,
+            height=height,
+            width=width,
+        )
         return None if frame is None else projection.picture(frame)
 
     def checkpoint(self) -> Frozen | None:

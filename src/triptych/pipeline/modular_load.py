@@ -20,6 +20,7 @@ from triptych.pipeline.known import begins_with_picture, modular_counterpart
 from triptych.pipeline.loading import Loading, WarmUp
 from triptych.pipeline.lora import attach, identities, with_adapters
 from triptych.pipeline.modular import LoadedRole, ModularRolePipeline
+from triptych.pipeline.names import CHUNK
 from triptych.pipeline.outfit import modules_of, outfit
 from triptych.pipeline.passing import instruct, pass_on
 from triptych.pipeline.preview import fit, with_previews
@@ -60,6 +61,8 @@ class _Plan:
         blocks = instruct(pass_on(whole.blocks, self._family.pictures.as_given), self._family.system_message)
         self._parts = cut(self._kind, blocks, picture=begins_with_picture(index))
         self._owners = self._needed(own)
+        if model.previews and any(entry.name == CHUNK for entry in self._parts.inputs):
+            raise ConfigError(f"previews: {self._kind} denoises chunk after chunk, in a loop that is closed")
         self._shows = model.previews and loading.serves(Role.DENOISER)
         self._folder = resolve_source(model.path, [*self._owners, "vae"] if self._shows else self._owners)
         read_ahead(self._folder, [name for name in self._owners if name not in model.components])

@@ -11,6 +11,9 @@ COUNT_INPUTS = ("num_videos_per_prompt", "num_images_per_prompt")
 STAGE_STEPS = "pyramid_num_inference_steps_list"
 """What pipelines that go from small to large call the steps of each size."""
 
+CHUNK = "num_latent_frames_per_chunk"
+"""What pipelines that make a clip in chunks call the length of one."""
+
 GUIDANCE, TRUE_GUIDANCE = "guidance_scale", "true_cfg_scale"
 """What pipelines call their scale of guidance, and that of classifier-free guidance where the first is a condition of
 the model itself."""

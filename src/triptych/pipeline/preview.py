@@ -8,6 +8,7 @@ smooth random colours; the VAE is not kept for it.
 from __future__ import annotations
 
 import io
+import math
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -30,6 +31,8 @@ LONGEST_SIDE = 256
 
 _PICTURES = 8
 _SIDE = 128
+_FOR_EACH = 8
+"""Latents to fit for each of their channels, at least: a VAE that compresses a lot makes few of a picture."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -71,11 +74,12 @@ class Projection:
         return file.getvalue() if file.tell() <= MAX_PREVIEW_BYTES else b""
 
 
-def middle_frame(latents: Tensor, height: int, width: int) -> Tensor | None:
+def middle_frame(latents: Tensor, *, channels: int, frames: int, height: int, width: int) -> Tensor | None:
     """Of the first output's latents, those of the middle frame, [channels, height, width].
 
-    Latents come as [outputs, channels, frames, h, w], [outputs, channels, h, w], or in rows of two by two patches,
-    [outputs, patches, 4 * channels], of a picture of ``height`` by ``width`` pixels. None for any other form.
+    Latents come as [outputs, channels, frames, h, w], [outputs, channels, h, w], or in rows of square patches, frame
+    after frame, [outputs, patches, channels of a patch], of a clip of ``frames`` latent frames of ``height`` by
+    ``width`` pixels. None for any other form.
     """
     first = latents[0]
     match latents.ndim:
@@ -84,12 +88,16 @@ def middle_frame(latents: Tensor, height: int, width: int) -> Tensor | None:
         case 4:
             return first
         case 3:
-            patches, channels = first.shape[0], first.shape[1] // 4
+            side = math.isqrt(first.shape[1] // channels)
+            patches = first.shape[0] // frames
             rows = round((patches * height / width) ** 0.5)
-            if not rows or patches % rows or first.shape[1] % 4:
+            if side * side * channels != first.shape[1] or patches * frames != first.shape[0]:
                 return None
-            grid = first.view(rows, patches // rows, channels, 2, 2)
-            return grid.permute(2, 0, 3, 1, 4).reshape(channels, 2 * rows, 2 * (patches // rows))
+            if not rows or patches % rows:
+                return None
+            grid = first.unflatten(0, (frames, rows, patches // rows))[frames // 2]
+            grid = grid.unflatten(-1, (channels, side, side))
+            return grid.permute(2, 0, 3, 1, 4).reshape(channels, side * rows, -1)
         case _:
             return None
 
@@ -101,29 +109,42 @@ def fit(vae: Any, device: torch.device) -> Projection:
     """
     if not hasattr(vae, "encode"):
         raise ConfigError(f"previews: {type(vae).__name__} encodes no pictures, so its latents' colours are unknown")
-    coarse = torch.rand(_PICTURES, 3, 5, 5, generator=torch.Generator().manual_seed(0)) * 2 - 1
-    pictures = functional.interpolate(coarse, (_SIDE, _SIDE), mode="bilinear", align_corners=True)
+    random = torch.Generator().manual_seed(0)
     moving = any(parameter.ndim == 5 for parameter in vae.parameters())
-    given = pictures.to(device, vae.dtype)
-    with torch.no_grad():
-        # one by one: memory for more is not worth having
-        made = [vae.encode(p.unsqueeze(2) if moving else p).latent_dist.mode() for p in given.split(1)]
-    latents = _scaled(torch.cat(made).float().cpu(), vae.config)
-    latents = latents[:, :, 0] if moving else latents
-    height, width = latents.shape[-2:]
-    colours = functional.adaptive_avg_pool2d(pictures, (height, width))
-    known = latents.movedim(1, -1).reshape(-1, latents.shape[1])
-    known = torch.cat([known, torch.ones(len(known), 1)], 1)
-    found = torch.linalg.lstsq(known, colours.movedim(1, -1).reshape(-1, 3), driver="gelsd").solution
+    made: list[Tensor] = []
+    averages: list[Tensor] = []
+    known = wanted = 0
+    while len(made) < _PICTURES or known < wanted:  # one by one: memory for more is not worth having
+        coarse = torch.rand(1, 3, 5, 5, generator=random) * 2 - 1
+        picture = functional.interpolate(coarse, (_SIDE, _SIDE), mode="bilinear", align_corners=True)
+        given = picture.to(device, vae.dtype)
+        with torch.no_grad():
+            seen = vae.encode(given.unsqueeze(2) if moving else given).latent_dist.mode().float().cpu()
+        made.append(seen[:, :, 0] if moving else seen)
+        averages.append(functional.adaptive_avg_pool2d(picture, (made[-1].shape[-2], made[-1].shape[-1])))
+        known += made[-1][0, 0].numel()
+        wanted = _FOR_EACH * made[-1].shape[1]
+    latents, colours = _scaled(torch.cat(made), vae), torch.cat(averages)
+    rows = latents.movedim(1, -1).reshape(-1, latents.shape[1])
+    rows = torch.cat([rows, torch.ones(len(rows), 1)], 1)
+    found = torch.linalg.lstsq(rows, colours.movedim(1, -1).reshape(-1, 3), driver="gelsd").solution
     return Projection(weight=found[:-1].contiguous(), bias=found[-1].contiguous())
 
 
-def _scaled(latents: Tensor, config: Any) -> Tensor:
+def _scaled(latents: Tensor, vae: Any) -> Tensor:
+    """Latents [pictures, channels, height, width] as the denoiser knows them."""
+    config = vae.config
+    factor = getattr(config, "scaling_factor", None) or 1.0
     mean, deviation = getattr(config, "latents_mean", None), getattr(config, "latents_std", None)
     if mean is not None and deviation is not None:
-        shape = (1, -1, *[1] * (latents.ndim - 2))
-        return (latents - torch.tensor(mean).view(shape)) / torch.tensor(deviation).view(shape)
-    return (latents - (getattr(config, "shift_factor", None) or 0.0)) * (getattr(config, "scaling_factor", None) or 1.0)
+        factor = 1.0  # which pipelines of such a one do not ask for
+    else:
+        buffers: dict[str, Tensor] = dict(vae.named_buffers())
+        mean, deviation = buffers.get("latents_mean"), buffers.get("latents_std")
+    if mean is None or deviation is None:
+        return (latents - (getattr(config, "shift_factor", None) or 0.0)) * factor
+    mean, deviation = (torch.as_tensor(one).float().cpu().view(1, -1, 1, 1) for one in (mean, deviation))
+    return (latents - mean) * factor / deviation
 
 
 def with_previews(schema: RequestSchema) -> RequestSchema:

@@ -13,6 +13,7 @@ from triptych.errors import ModelError
 from triptych.pipeline.cut import Cut
 from triptych.pipeline.families import BASE, Family, Preset
 from triptych.pipeline.names import (
+    CHUNK,
     COUNT_INPUTS,
     GUIDANCE,
     GUIDERS,
@@ -180,7 +181,7 @@ class _Builder:
     def _frames(self) -> Param:
         most = self._limit("max_frames") or 257
         default = self._default("num_frames") or self._declared("num_frames") or self._fact("default_num_frames", 1)
-        chunk = self._declared("num_latent_frames_per_chunk")
+        chunk = self._declared(CHUNK)
         if chunk:
             # Only whole chunks are made.
             length = self._temporal * (chunk - 1) + 1

@@ -66,6 +66,7 @@ class SteppedBlock:
         self.computes: Callable[[], None] | None = None
         """Called when the first step is about to be computed."""
         self._pipeline: Any = pipeline
+        self._state: Any = state
         block = copy.deepcopy(block)
         self._wrapped: list[tuple[Any, str]] = []
         """Objects of this run with a method that leads back to the run, and so to all that it holds."""
@@ -120,6 +121,10 @@ class SteppedBlock:
         latents = None if self._here is None else getattr(self._here[1], "latents", None)
         return latents if isinstance(latents, torch.Tensor) else None
 
+    def value(self, name: str) -> Any:
+        """What the blocks so far have put under ``name``; None for nothing."""
+        return None if self._state is None else self._state.get(name)
+
     def restore(self, saved: Saved) -> None:
         """Go on from ``saved`` instead of from the beginning; to be called before the first `advance`."""
         if self._begun:
@@ -138,7 +143,7 @@ class SteppedBlock:
     def _let_go(self) -> None:
         """Drop all that the run held, at once rather than when Python next looks for cycles."""
         self.computes = None
-        self._greenlet = self._here = self._baseline = self._saved = self._step = self._pipeline = None
+        self._greenlet = self._here = self._baseline = self._saved = self._step = self._pipeline = self._state = None
         while self._wrapped:
             owner, name = self._wrapped.pop()
             delattr(owner, name)
