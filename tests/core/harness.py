@@ -61,7 +61,7 @@ def hello(name: str, *roles: Role, life: int = 1, **fields: Any) -> Hello:
         "server_epoch": None,
         "protocol": PROTOCOL_VERSION,
         "roles": roles or (Role(name.rstrip("0123456789-")),),
-        "work_url": f"tcp://127.0.0.1/{name}",
+        "work_url": f"tcp://{name}:19000",
         "host": "boot",
         "slots": 1,
         "pool_bytes": 1 << 20,

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import pytest
 from msgspec.structs import replace
 
 from triptych.core.events import (
@@ -169,6 +170,16 @@ def test_an_address_spelled_differently_is_the_same_instance() -> None:
     assert send.work_url == "tcp://localhost:19000"
     bench.encode(request)
     assert bench.view(request).state is JobState.DENOISING_WAITING
+
+
+@pytest.mark.parametrize("url", ["tcp://::1:5555", "tcp://host", "nonsense"])
+def test_an_instance_at_an_address_that_nobody_can_read_is_refused(url: str) -> None:
+    """Symptom: such an instance was let in, and every request hung with it until its timeout."""
+    bench = Bench()
+    bench.receive(hello("encoder", work_url=url))
+    assert bench.router.instances() == ()
+    (refused,) = bench.sent("encoder", Refused)
+    assert repr(url) in refused.reason
 
 
 def test_what_a_stranger_still_holds_is_stopped_and_released() -> None:

@@ -130,6 +130,33 @@ def test_a_pool_from_python(folder: Path, monkeypatch: pytest.MonkeyPatch) -> No
     assert not any(running(pid) for pid in pids if pid)
 
 
+def has_ipv6() -> bool:
+    """Whether this machine has the loopback of IPv6."""
+    try:
+        socket.create_server(("::1", 0), family=socket.AF_INET6).close()
+    except OSError:
+        return False
+    return True
+
+
+@pytest.mark.skipif(not has_ipv6(), reason="needs the loopback of IPv6")
+@pytest.mark.parametrize("plane", ["auto", "mooncake"])
+def test_a_pool_on_ipv6(folder: Path, monkeypatch: pytest.MonkeyPatch, plane: str) -> None:
+    """Symptom: an instance at an IPv6 address announced one that nobody could read, and every request hung."""
+    port, scheduler, *_ = free_ports(5)
+    monkeypatch.setenv("OMP_NUM_THREADS", "1")
+    args = triptych.ServerArgs.from_kwargs(
+        model_path="tiny", device="cpu", host="::1", disagg_p2p_hostname="::1", port=port, scheduler_port=scheduler,
+        output_dir=folder, disagg_transfer=plane,
+    )  # fmt: skip
+    with triptych.launch_pool_disagg_server(args, encoder_gpus=[[0]], denoiser_gpus=[[0]], decoder_gpus=[[0]]) as pool:
+        assert pool.url == f"http://[::1]:{port}"
+        api = Api(pool.wait_ready(120).url)
+        assert api.make()[4:8] == b"ftyp"
+        assert {one["work_url"].rpartition(":")[0] for one in api.info()["instances"]} == {"tcp://[::1]"}
+        api.close()
+
+
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU")
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGKILL], ids=["ctrl-c", "kill-9"])

@@ -108,6 +108,26 @@ def test_what_the_server_would_refuse_is_said_before_it_starts(said: dict[str, o
         plan_pool(ServerArgs.from_kwargs(model_path="tiny", device="cpu", **said), replica_gpus=[[0]])
 
 
+@pytest.mark.parametrize("host", ["::", "::1", "[::1]"])
+def test_a_server_at_an_ipv6_address_is_reached_there(host: str) -> None:
+    """Symptom: `--host ::1` was refused for a --disagg-server-addr that nobody had given."""
+    args = ServerArgs.from_kwargs(model_path="tiny", device="cpu", host=host, disagg_p2p_hostname="::1", insecure=True)
+    plan = plan_pool(args, replica_gpus=[[0]], first_work_port=19000)
+    (instance,) = plan.instances
+    assert plan.url == "http://[::1]:30000"
+    assert value(instance.command, "--disagg-server-addr") == "tcp://[::1]:5555"
+    assert instance.address == "tcp://[::1]:19000"
+    assert value(plan.server.command, "--denoiser-urls") == "tcp://[::1]:19000"
+
+
+@pytest.mark.parametrize("name", ["host", "disagg_p2p_hostname"])
+@pytest.mark.parametrize("host", ["localhost:5555", "::1:99999", "127.0.0.1:80"])
+def test_a_host_with_a_port_is_refused(name: str, host: str) -> None:
+    args = ServerArgs.from_kwargs(model_path="tiny", device="cpu", insecure=True, **{name: host})
+    with pytest.raises(ConfigError, match="must be a host without a port"):
+        plan_pool(args, replica_gpus=[[0]])
+
+
 def test_an_instance_is_told_what_concerns_its_roles() -> None:
     args = ServerArgs.from_kwargs(
         model_path="tiny", device="cuda", quant="encoder=int8,denoiser=fp8", offload="block", vae_tiling=True

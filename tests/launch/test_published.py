@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from triptych.errors import ConfigError
-from triptych.launch.published import NOT_NEEDED
+from triptych.launch.published import NOT_NEEDED, read_published
 from triptych.launch.sources import Settled, settle
 
 VIDEO: dict[str, Any] = {
@@ -136,3 +136,18 @@ def test_what_cannot_be_is_an_error_that_names_the_key(tmp_path: Path, changes: 
         reading(tmp_path, **changes)
     assert fragment in caught.value.message
     assert "role.json" in caught.value.message
+
+
+@pytest.mark.parametrize(
+    ("said", "url"),
+    [
+        ("10.0.0.7", "tcp://10.0.0.7:5555"),
+        ("10.0.0.7:6000", "tcp://10.0.0.7:6000"),
+        ("fd00::7", "tcp://[fd00::7]:5555"),
+        ("[fd00::7]", "tcp://[fd00::7]:5555"),
+        ("[fd00::7]:6000", "tcp://[fd00::7]:6000"),
+    ],
+)
+def test_a_server_is_named_with_or_without_a_port(said: str, url: str) -> None:
+    reading = read_published({"disagg_config": {"bootstrap_addr": said}}, "file")
+    assert reading.options["disagg_server_addr"] == url

@@ -5,7 +5,7 @@ Construction never probes hardware. What is derived is a property. A module take
 
 from __future__ import annotations
 
-from triptych.config.checks import LOOPBACK, METRICS_OFFSET, MIB, parse_tcp_url
+from triptych.config.checks import LOOPBACK, METRICS_OFFSET, MIB, host_port, parse_tcp_url, tcp_url
 from triptych.config.instance import InstanceConfig, TransferConfig, TransferKind
 from triptych.config.model import (
     CFG,
@@ -43,6 +43,8 @@ __all__ = [
     "Task",
     "TransferConfig",
     "TransferKind",
+    "host_port",
     "parse_shape",
     "parse_tcp_url",
+    "tcp_url",
 ]

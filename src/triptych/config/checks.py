@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ipaddress
 from pathlib import Path
 from urllib.parse import urlsplit
 
@@ -38,8 +39,28 @@ def check_reach(flag: str, host: str, key_dir: Path | None, insecure: bool) -> N
         )
 
 
+def check_host(flag: str, host: str) -> None:
+    """Raises `ConfigError` for what can be no host: one with a port, or half an IPv6 address."""
+    try:
+        if ":" in host:
+            ipaddress.IPv6Address(host)
+    except ValueError:
+        raise ConfigError(f"{flag}={host!r}: must be a host without a port, by name or address") from None
+
+
+def host_port(host: str, port: int) -> str:
+    """``host:port`` as URLs have it, with brackets around an IPv6 address."""
+    return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
+
+
+def tcp_url(host: str, port: int) -> str:
+    """``tcp://host:port``, which `parse_tcp_url` reads."""
+    return f"tcp://{host_port(host, port)}"
+
+
 def parse_tcp_url(name: str, url: str) -> tuple[str, int]:
-    """Host and port of ``tcp://host:port``; raises `ConfigError` that names the flag."""
+    """Host and port of ``tcp://host:port``, an IPv6 address without its brackets; raises `ConfigError` that names the
+    flag."""
     try:
         parts = urlsplit(url)
         scheme, host, port = parts.scheme, parts.hostname, parts.port

@@ -6,7 +6,16 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Literal
 
-from triptych.config.checks import METRICS_OFFSET, MIB, check_port, check_reach, parse_tcp_url, positive
+from triptych.config.checks import (
+    METRICS_OFFSET,
+    MIB,
+    check_host,
+    check_port,
+    check_reach,
+    parse_tcp_url,
+    positive,
+    tcp_url,
+)
 from triptych.config.model import ModelConfig
 from triptych.errors import ConfigError
 from triptych.ids import ROLES, Role
@@ -90,6 +99,7 @@ class InstanceConfig:
             raise ConfigError(f"max-running-requests={self.max_running}: must not exceed the slots ({self.slots})")
         if self.model.batching and self.max_running < 2 and self.roles != (Role.DECODER,):
             raise ConfigError("batching: needs max-running-requests of 2 or more, since it joins what runs at once")
+        check_host("disagg-p2p-hostname", self.transfer.hostname)
         check_reach("disagg-p2p-hostname", self.transfer.hostname, self.key_dir, self.insecure)
         self._check_ranks()
 
@@ -146,7 +156,7 @@ class InstanceConfig:
     @property
     def work_url(self) -> str:
         """Where the server reaches this instance's work port."""
-        return f"tcp://{self.transfer.hostname}:{self.work_port}"
+        return tcp_url(self.transfer.hostname, self.work_port)
 
     @property
     def own_metrics_port(self) -> int:

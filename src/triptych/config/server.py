@@ -6,7 +6,16 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Literal
 
-from triptych.config.checks import LOOPBACK, METRICS_OFFSET, MIB, check_port, check_reach, parse_tcp_url, positive
+from triptych.config.checks import (
+    LOOPBACK,
+    METRICS_OFFSET,
+    MIB,
+    check_host,
+    check_port,
+    check_reach,
+    parse_tcp_url,
+    positive,
+)
 from triptych.errors import ConfigError
 from triptych.ids import ROLES, Role
 
@@ -130,6 +139,7 @@ class ServerConfig:
         for role, urls in self.instance_urls.items():
             for url in urls:
                 parse_tcp_url(f"{role}-urls", url)
+        check_host("host", self.host)
         check_reach("host", self.host, self.key_dir, self.insecure)
         if self.host not in LOOPBACK and not self.api_keys and not self.insecure:
             raise ConfigError(

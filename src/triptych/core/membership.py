@@ -4,10 +4,12 @@ from __future__ import annotations
 
 from collections import OrderedDict, deque
 
+from triptych.config import parse_tcp_url
 from triptych.core.events import Connect, SendMember
 from triptych.core.ledger import Ledger
 from triptych.core.members import Member
 from triptych.core.returns import Returns
+from triptych.errors import ConfigError
 from triptych.ids import Epoch, InstanceId, Role
 from triptych.wire.messages import (
     PROTOCOL_VERSION,
@@ -96,6 +98,10 @@ class Membership:
             return f"protocol={message.protocol}: this server speaks version {PROTOCOL_VERSION}"
         if not message.roles or message.slots < 1:
             return f"roles={list(message.roles)}, slots={message.slots}: at least one of each is needed"
+        try:
+            parse_tcp_url("work_url", message.work_url)
+        except ConfigError as error:
+            return error.message
         if (model := ledger.config.model) is not None and not message.schema.is_called(model):
             return f"model={message.schema.model!r}: this server is for {model!r}"
         schema, mine = self._schema_of_others(message)

@@ -21,6 +21,7 @@ from triptych.launch.readers import (
     read_addresses,
     read_components,
     read_defaults,
+    read_host,
     read_integer,
     read_keys,
     read_log_level,
@@ -126,7 +127,7 @@ OPTIONS: tuple[Option, ...] = (
     _option("disagg_role", read_role, "monolithic", ALL, "ROLE", _ROLE),
     _option("disagg_server_addr", read_address, None, INSTANCE, "TCP", "the server's frontend, tcp://host:port"),
     _option("scheduler_port", read_integer, 5555, ALL, "PORT", _PORT),
-    _option("host", read_text, "127.0.0.1", DOOR, "HOST", "address that HTTP and the control plane bind"),
+    _option("host", read_host, "127.0.0.1", DOOR, "HOST", "address that HTTP and the control plane bind"),
     _option("port", read_integer, 30000, DOOR, "PORT", "HTTP port"),
     _option(
         "log_level", read_log_level, "info", ALL, "LEVEL", "debug, info, warning, error or critical: what is logged"
@@ -186,7 +187,7 @@ OPTIONS: tuple[Option, ...] = (
         "N",
         "instances that may die of one request, without a checkpoint between, before it fails",
     ),
-    _option("disagg_p2p_hostname", read_text, "127.0.0.1", INSTANCE, "HOST", "address that peers reach this one under"),
+    _option("disagg_p2p_hostname", read_host, "127.0.0.1", INSTANCE, "HOST", "address that peers reach this one under"),
     _option("disagg_ib_device", read_text, None, INSTANCE, "DEVICE", "RDMA device for Mooncake, e.g. mlx5_0"),
     _option(
         "disagg_transfer_pool_size", read_size, 256 * MIB, COMPUTE, "SIZE", "memory for tensors on their way: 256MiB"

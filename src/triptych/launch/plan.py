@@ -7,6 +7,7 @@ import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from triptych.config import host_port, tcp_url
 from triptych.errors import ConfigError
 from triptych.ids import ROLES, Role
 from triptych.launch.args import ServerArgs
@@ -58,6 +59,8 @@ def plan_pool(
     missing = [role for role in ROLES if not any(role in roles for _, roles, _ in wanted)]
     if missing:
         raise ConfigError(f"no instance for {', '.join(missing)}: give each role at least one")
+    # Built here only to hear of what is impossible before any process starts.
+    args.for_child("server", disagg_role="server").server_config()
     first = first_work_port or free_ports(len(wanted))[0]
     urls: dict[Role, list[str]] = {role: [] for role in ROLES}
     instances: list[ProcessSpec] = []
@@ -68,8 +71,7 @@ def plan_pool(
             urls[role].append(spec.address)
     named = {f"{role}_urls": tuple(addresses) for role, addresses in urls.items()}
     serving = args.for_child("server", disagg_role="server", **named)
-    serving.server_config()  # built here only to hear of what is impossible before any process starts
-    url = f"http://{reachable(args.host)}:{args.port}"
+    url = f"http://{host_port(reachable(args.host), args.port)}"
     return GroupPlan(
         url=url,
         server=ProcessSpec(name="server", command=serve_command(serving.words), address=url, withheld=VARIABLES),
@@ -90,7 +92,7 @@ def instance_spec(
     """One instance of the server that ``args`` describes. On the CPU, ``threads`` instances share the cores."""
     said: dict[str, object] = {
         "disagg_role": ",".join(roles),
-        "disagg_server_addr": f"tcp://{reachable(args.host)}:{args.scheduler_port}",
+        "disagg_server_addr": tcp_url(reachable(args.host), args.scheduler_port),
         "scheduler_port": work_port,
         **args.for_roles(roles),
         **overrides,

@@ -8,9 +8,9 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any, Final
+from typing import Any, Final, cast
 
-from triptych.config import CFG, LOOPBACK
+from triptych.config import CFG, LOOPBACK, tcp_url
 from triptych.errors import ConfigError
 from triptych.launch.options import BY_NAME
 from triptych.launch.readers import read_switch, refuse
@@ -166,9 +166,7 @@ def _connection(entries: Any, label: str, reading: Reading) -> None:
             reading.notes.append(f"{label}: {key}: is not needed, {NOT_NEEDED[key]}")
     address = entries.get("bootstrap_addr")
     if address is not None:
-        address = str(address)
-        port = "" if ":" in address else f":{BY_NAME['scheduler_port'].default}"
-        reading.options["disagg_server_addr"] = f"tcp://{address}{port}"
+        reading.options["disagg_server_addr"] = _server_address(str(address))
     if entries.get("metadata_server", "P2PHANDSHAKE") != "P2PHANDSHAKE":
         raise refuse(f"{label}: metadata_server", entries["metadata_server"], "P2PHANDSHAKE")
     if entries.get("local_hostname", "localhost") not in LOOPBACK:
@@ -180,3 +178,11 @@ def _connection(entries: Any, label: str, reading: Reading) -> None:
         reading.options["disagg_ib_device"] = device
     elif protocol == "rdma":
         reading.notes.append(f"{label}: protocol: instances of other hosts are reached by RDMA with MOONCAKE_PROTOCOL")
+
+
+def _server_address(said: str) -> str:
+    """The URL of a server's frontend that was named with a port or without, an IPv6 address in brackets or not."""
+    bare = said[1:-1] if said.startswith("[") and said.endswith("]") else said
+    if "]:" in said or said.count(":") == 1:
+        return f"tcp://{said}"
+    return tcp_url(bare, cast("int", BY_NAME["scheduler_port"].default))

@@ -140,6 +140,12 @@ def read_role(flag: str, value: object) -> str:
     return ",".join(role for role in ROLES if role in names)
 
 
+def read_host(flag: str, value: object) -> str:
+    """A host name or address, an IPv6 address with or without brackets."""
+    text = read_text(flag, value)
+    return text[1:-1] if text.startswith("[") and text.endswith("]") else text
+
+
 def read_address(flag: str, value: object) -> str:
     """One ``tcp://host:port``."""
     text = read_text(flag, value)

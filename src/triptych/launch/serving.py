@@ -13,7 +13,7 @@ from collections.abc import Callable
 from contextlib import ExitStack
 from types import FrameType
 
-from triptych.config import ServerConfig
+from triptych.config import ServerConfig, host_port
 from triptych.launch.ports import listen
 
 log = logging.getLogger(__name__)
@@ -86,7 +86,7 @@ async def _serve(config: ServerConfig, on_started: Callable[[], None] | None, le
     await service.start()
     try:
         for port in config.http_ports:
-            log.info("listening on http://%s:%d", config.host, port)
+            log.info("listening on http://%s", host_port(config.host, port))
         if on_started is not None:
             on_started()
         await server.serve(sockets=doors)

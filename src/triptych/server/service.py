@@ -12,7 +12,7 @@ from typing import Any, Literal
 from prometheus_client import CollectorRegistry
 
 import triptych
-from triptych.config import ServerConfig
+from triptych.config import ServerConfig, tcp_url
 from triptych.core.events import (
     CancelRequest,
     Count,
@@ -424,8 +424,7 @@ class DiffusionService:
         return self._shell
 
     def _result_urls(self) -> dict[Role, str]:
-        host = f"[{self._config.host}]" if ":" in self._config.host else self._config.host
-        return {role: f"tcp://{host}:{self._config.result_port(role)}" for role in ROLES}
+        return {role: tcp_url(self._config.host, self._config.result_port(role)) for role in ROLES}
 
     def _gauges(self) -> Gauges:
         instances = self._router.instances()

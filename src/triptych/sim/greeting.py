@@ -20,7 +20,7 @@ def greeting(instance: InstanceId, epoch: Epoch, roles: tuple[Role, ...], plan: 
         server_epoch=None,
         protocol=PROTOCOL_VERSION,
         roles=roles,
-        work_url=f"tcp://{instance}",
+        work_url=f"tcp://{instance}:5555",
         host="host",
         slots=plan.slots,
         pool_bytes=plan.pool_bytes,

@@ -12,7 +12,7 @@ from wsgiref.simple_server import WSGIRequestHandler, WSGIServer, make_server
 
 from prometheus_client import make_wsgi_app
 
-from triptych.config import InstanceConfig
+from triptych.config import InstanceConfig, host_port
 from triptych.errors import ConfigError
 from triptych.worker.metrics import InstanceMetrics
 
@@ -97,5 +97,5 @@ def serve_metrics(metrics: InstanceMetrics, config: InstanceConfig) -> Exporter 
         log.warning("no metrics: %s", problem)
         return None
     threading.Thread(target=server.serve_forever, name="triptych-metrics", daemon=True).start()
-    log.info("metrics on http://%s:%d/metrics", host, port)
+    log.info("metrics on http://%s/metrics", host_port(host, port))
     return Exporter(server)

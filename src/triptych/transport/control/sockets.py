@@ -11,6 +11,7 @@ from collections.abc import Callable, Sequence
 
 import zmq
 
+from triptych.config import tcp_url
 from triptych.errors import ConfigError
 from triptych.wire.codec import encode_batch
 from triptych.wire.messages import FromInstance, ToInstance
@@ -65,21 +66,16 @@ def open_socket(context: zmq.Context[zmq.Socket[bytes]], kind: int, *, max_bytes
     return sock
 
 
-def _endpoint(host: str, port: int) -> str:
-    return f"tcp://[{host}]:{port}" if ":" in host else f"tcp://{host}:{port}"
-
-
 def bind(sock: zmq.Socket[bytes], host: str, port: int, *, host_flag: str, port_flag: str) -> None:
     """Bind ``host:port`` or raise `ConfigError` that names the port and the flag that chose it."""
     try:
-        address = "0.0.0.0" if host == "*" else socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0][4][0]
+        address = "0.0.0.0" if host == "*" else _look_up(host, port)
     except OSError as error:
         raise ConfigError(f"{host_flag}={host!r}: not an address of this machine ({error})") from error
-    address = str(address)
     if ":" in address:
         sock.setsockopt(zmq.IPV6, 1)
     try:
-        sock.bind(_endpoint(address, port))
+        sock.bind(tcp_url(address, port))
     except zmq.ZMQError as error:
         if error.errno in (errno.EADDRNOTAVAIL, errno.ENODEV):
             raise ConfigError(f"{host_flag}={host!r}: not an address of this machine") from error
@@ -87,17 +83,23 @@ def bind(sock: zmq.Socket[bytes], host: str, port: int, *, host_flag: str, port_
         raise ConfigError(f"{port_flag}: port {port} {reason} on {host}") from error
 
 
+def _look_up(host: str, port: int) -> str:
+    """The address of a host; of one that has several an IPv4 address, since `connect` takes names for these."""
+    found = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)
+    return str(min(found, key=lambda entry: entry[0] != socket.AF_INET)[4][0])
+
+
 def connect(sock: zmq.Socket[bytes], host: str, port: int) -> None:
     """Connect to ``host:port``; ZMQ retries for ever. Raises `zmq.ZMQError` for an address it cannot parse."""
     if ":" in host:
         sock.setsockopt(zmq.IPV6, 1)
-    sock.connect(_endpoint(host, port))
+    sock.connect(tcp_url(host, port))
 
 
 def disconnect(sock: zmq.Socket[bytes], host: str, port: int) -> None:
     """Give up a connection to ``host:port``, if ZMQ has not done so itself."""
     with contextlib.suppress(zmq.ZMQError):
-        sock.disconnect(_endpoint(host, port))
+        sock.disconnect(tcp_url(host, port))
 
 
 class DropCounter:

@@ -32,6 +32,7 @@ from typing import Any, Protocol
 
 import torch
 
+from triptych.config import host_port
 from triptych.errors import ConfigError, TransferError
 from triptych.transport.data.settings import EngineSettings, Transport
 
@@ -138,8 +139,9 @@ _in_use = False
 _loaded: tuple[Transport, Any] | None = None
 
 
-def load(transport: Transport) -> Any:
-    """The module ``mooncake.engine``, set up for ``transport``. Raises `ConfigError` that says how to mend it."""
+def load(transport: Transport, hostname: str) -> Any:
+    """The module ``mooncake.engine``, set up for ``transport`` and the kind of address that ``hostname`` is. Raises
+    `ConfigError` that says how to mend it."""
     global _loaded
     if _loaded is not None:
         if _loaded[0] != transport:
@@ -152,6 +154,8 @@ def load(transport: Transport) -> Any:
     os.environ["MC_FORCE_TCP" if transport == "tcp" else "MC_FORCE_HCA"] = "1"
     for name, value in _SETTINGS.items():
         os.environ.setdefault(name, value)
+    if ":" in hostname:
+        os.environ.setdefault("MC_USE_IPV6", "1")  # without it the engine listens there and finds nobody
     try:
         module = importlib.import_module("mooncake.engine")
     except ModuleNotFoundError as error:
@@ -261,7 +265,7 @@ class Engine:
     def __init__(self, settings: EngineSettings, memory: torch.Tensor) -> None:
         global _in_use
         hostname, transport, devices = settings.hostname, settings.transport, settings.devices
-        module = load(transport)
+        module = load(transport, hostname)
         with _open_lock:
             if _in_use:
                 raise ConfigError("this process runs a Mooncake Transfer Engine already; there can be one")
@@ -282,7 +286,7 @@ class Engine:
         except ConfigError:
             _in_use = False
             raise
-        self.session = f"{hostname}:{self._engine.get_rpc_port()}"
+        self.session = host_port(hostname, self._engine.get_rpc_port())
         self._handle = _Ticket if hasattr(self._engine, "submit_scatter_read") else _Batch
 
     def start(self, transfer: Transfer) -> None:

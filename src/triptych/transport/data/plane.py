@@ -50,7 +50,7 @@ def _settings_between_hosts(config: TransferConfig) -> EngineSettings | None:
     if settings.hostname in LOOPBACK:
         return None
     try:
-        engine.load(settings.transport)
+        engine.load(settings.transport, settings.hostname)
     except ConfigError as error:
         _log.warning("only peers of this host can pull from %s: %s", settings.hostname, error)
         return None

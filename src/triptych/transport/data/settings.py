@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Final, Literal, TypeAlias, cast
 
 from triptych.config import TransferConfig
+from triptych.config.checks import check_host
 from triptych.errors import ConfigError
 
 Transport: TypeAlias = Literal["tcp", "rdma"]
@@ -98,11 +99,11 @@ def _check_metadata(said: _Said | None) -> None:
 def _hostname(said: _Said | None) -> str | None:
     if said is None:
         return None
-    if ":" in said.value:
-        raise ConfigError(
-            f"{said.by}={said.value!r}: must be a host without a port; Mooncake takes free ports of its own "
-            "(MC_MIN_RPC_PORT, MC_MAX_RPC_PORT)"
-        )
+    try:
+        check_host(said.by, said.value)
+    except ConfigError as error:
+        own = "Mooncake takes free ports of its own (MC_MIN_RPC_PORT, MC_MAX_RPC_PORT)"
+        raise ConfigError(f"{error.message}; {own}") from None
     return said.value
 
 
