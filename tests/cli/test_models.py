@@ -12,6 +12,12 @@ from triptych.cli.main import main
 def test_the_parts_of_a_model_are_shown_by_role(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["models", "tiny"]) == 0
     lines = capsys.readouterr().out.splitlines()
+    assert lines[0].split() == ["PIPELINE", "SPLIT", "TASK", "GPUS", "SHARE"]
+    assert lines[1].split() == [
+        "WanPipeline", "modular", "text-to-video", "cfg,", "ulysses,", "ring,", "tp,", "encoder-tp,", "decoder-tp",
+        "WanModularPipeline",
+    ]  # fmt: skip
+    lines = lines[3:]
     assert lines[0].split() == ["ROLE", "BLOCK", "COMPONENTS"]
     assert {line.split()[0] for line in lines[1:]} == {"encoder", "denoiser", "decoder"}
     assert any(line.startswith("decoder") and line.endswith("vae") for line in lines)

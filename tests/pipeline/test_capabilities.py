@@ -51,19 +51,22 @@ def test_the_document_is_fresh() -> None:
 @pytest.mark.parametrize(
     ("pipeline", "split", "task", "blocks", "also", "ways"),
     [
-        ("WanPipeline", "modular", "text-to-video", "WanModularPipeline", "", "cfg sp tp encoder-tp"),
+        ("WanPipeline", "modular", "text-to-video", "WanModularPipeline", "",
+         "cfg ulysses ring tp encoder-tp decoder-tp"),
         ("WanImageToVideoPipeline", "modular", "image-to-video", "WanImage2VideoModularPipeline", "",
-         "cfg sp tp encoder-tp"),
-        ("QwenImageEditPipeline", "modular", "image-to-image", "QwenImageEditModularPipeline", "inpainting", "cfg sp"),
-        ("LTX2Pipeline", "modular", "text-to-video", "LTX2ModularPipeline", "image-to-video", "cfg sp"),
+         "cfg ulysses ring tp encoder-tp decoder-tp"),
+        ("QwenImageEditPipeline", "modular", "image-to-image", "QwenImageEditModularPipeline", "inpainting",
+         "cfg ulysses ring decoder-tp"),
+        ("LTX2Pipeline", "modular", "text-to-video", "LTX2ModularPipeline", "image-to-video", "cfg"),
+        ("LTXPipeline", "modular", "text-to-video", "LTXModularPipeline", "image-to-video", "cfg ulysses encoder-tp"),
         ("StableDiffusion3Pipeline", "modular", "text-to-image", "StableDiffusion3ModularPipeline",
          "image-to-image inpainting", "cfg encoder-tp"),
         ("CogVideoXPipeline", "replay", "text-to-video", "", "", ""),
         ("StableVideoDiffusionPipeline", "replay", "image-to-video", "", "", ""),
-        ("WanVideoToVideoPipeline", "replay", "video-to-video", "", "text-to-video", "sp tp"),
+        ("WanVideoToVideoPipeline", "replay", "video-to-video", "", "text-to-video", "ulysses ring tp decoder-tp"),
         ("StableDiffusionXLPipeline", "replay", "text-to-image", "", "image-to-image inpainting", ""),
         # Its family's blocks would leave the image out without a word.
-        ("FluxImg2ImgPipeline", "replay", "image-to-image", "", "text-to-image inpainting", "sp"),
+        ("FluxImg2ImgPipeline", "replay", "image-to-image", "", "text-to-image inpainting", "ulysses ring"),
     ],
 )  # fmt: skip
 def test_how_a_class_is_split(pipeline: str, split: Split, task: str, blocks: str, also: str, ways: str) -> None:

@@ -7,7 +7,11 @@ import argparse
 
 def run(args: argparse.Namespace) -> int:
     """Print the table; returns the exit status."""
-    from triptych.pipeline.capabilities import capabilities, model_parts, parts_table, table
+    from triptych.pipeline.capabilities import capabilities, model_capability, model_parts, parts_table, table
 
-    print(table(capabilities()) if args.model is None else parts_table(model_parts(args.model)))
+    if args.model is None:
+        print(table(capabilities()))
+    else:
+        parts = model_parts(args.model)  # raises for a model that cannot be split
+        print(table([model_capability(args.model)]), parts_table(parts), sep="\n\n")
     return 0

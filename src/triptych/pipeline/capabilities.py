@@ -83,9 +83,22 @@ def capabilities() -> tuple[Capability, ...]:
 
 def capability_of(pipeline: str) -> Capability:
     """What can be done with the class of that name."""
-    found = _own_capability(pipeline)
+    return _with_tasks(_own_capability(pipeline))
+
+
+def model_capability(model: str) -> Capability:
+    """What can be done with ``model``, as its index is read: a folder, a Hub id or an embedded name.
+
+    Raises `ModelError` for a model that has no index.
+    """
+    return _with_tasks(_capability(read_index(resolve_source(model))))
+
+
+def _with_tasks(found: Capability) -> Capability:
+    """With what else ``--task`` makes of the same weights."""
     if found.split is None:
         return found
+    pipeline = found.pipeline
     siblings = {task: sibling(pipeline, task) for task in LISTS}
     also = (
         task for task, kind in siblings.items() if kind not in (None, pipeline) and _own_capability(kind).task == task
@@ -95,7 +108,11 @@ def capability_of(pipeline: str) -> Capability:
 
 @functools.cache
 def _own_capability(pipeline: str) -> Capability:
-    index = {"_class_name": pipeline}
+    return _capability({"_class_name": pipeline})
+
+
+def _capability(index: dict[str, Any]) -> Capability:
+    pipeline: str = index["_class_name"]
     try:
         if modular_counterpart(index) is not None:
             blocks, parts = _cut(index)
@@ -166,8 +183,11 @@ def markdown(rows: Iterable[Capability]) -> str:
             "Where --task stands with other tasks, `triptych serve MODEL --task TASK` makes these of the same weights.",
             "",
             "Every role of every model may have any number of instances. What the GPUs of one instance can share",
-            "besides: `cfg` the branches of guidance (--denoiser-cfg), `sp` the tokens of a forward (--denoiser-sp, as",
-            "Ulysses, ring or both), `tp` the denoiser's weights (--denoiser-tp), `encoder-tp` those of a T5 encoder.",
+            "besides: `cfg` the branches of guidance (--denoiser-cfg), `ulysses` and `ring` the tokens of a forward in",
+            "one way, the other or both (--denoiser-sp, --denoiser-ulysses, --denoiser-ring), `tp` the denoiser's",
+            "weights (--denoiser-tp), `encoder-tp` those of a T5 encoder, `decoder-tp` strips of the pictures where the",
+            "VAE is Wan 2.1's or Qwen-Image's (Wan 2.2's 5B model has another). What a model's own configs do not allow",
+            "of it is refused at start with the reason.",
             "",
             "## Split at modular blocks",
             "",

@@ -33,6 +33,7 @@ from triptych.pipeline.source import index_components, resolve_source
 from triptych.pipeline.stage import RolePipeline
 from triptych.pipeline.standin import stand_in
 from triptych.pipeline.steps import StepClock
+from triptych.pipeline.ways import is_guided
 from triptych.wire.schema import RequestSchema
 
 
@@ -71,7 +72,7 @@ class _Plan:
         }
         _put(whole, {name: value for name, value in self._stand_ins.items() if value is not None})
         self._schema = self._whole_schema()  # what cannot be is said before the weights are loaded
-        guided = _guided(whole)
+        guided = is_guided(self._parts)
         used = [spec.name for spec in self._parts.executed[Role.DENOISER].expected_components]
         self._shares = Shares(loading.team, own, self._present, self._stand_ins, used, guided=guided)
         self._batcher = ForwardBatcher() if model.batching else None
@@ -180,11 +181,6 @@ class _Plan:
         _put(pipeline, {name: value for name, value in self._stand_ins.items() if value is not None})
         _put(pipeline, own | made)
         return LoadedRole(role=role, pipeline=pipeline, blocks=blocks)
-
-
-def _guided(whole: Any) -> bool:
-    """Whether guidance is computed as one forward for each branch."""
-    return any(hasattr(getattr(whole, name, None), "prepare_models") for name in whole.config_component_names)
 
 
 def _join_branches(joined: BranchBatching, loaded: Mapping[str, Any]) -> tuple[str, ...]:

@@ -9,6 +9,7 @@ from typing import Any
 from triptych.accel.parallel.decoder import share_decoder
 from triptych.accel.parallel.degrees import Degrees, Traits, resolve
 from triptych.accel.parallel.denoiser import SharedDenoiser
+from triptych.accel.parallel.sequence import ways_of
 from triptych.accel.parallel.team import Team
 from triptych.accel.parallel.tensor import PLANNED
 from triptych.accel.parallel.text import PLANNED as TEXT_PLANNED
@@ -138,10 +139,12 @@ def _traits(models: list[Any], *, guided: bool) -> Traits:
     heads = [getattr(model.config, "num_attention_heads", None) for model in models]
     numbers = [n for n in heads if isinstance(n, int)]
     names = [str(model.config.get("_class_name")) for model in models]
+    ways = [ways_of(name, model._cp_plan) for name, model in zip(names, models, strict=True)]
     return Traits(
         name=names[0],
         heads=math.gcd(*numbers) if len(numbers) == len(heads) else None,
         guided=guided,
-        sequence_plan=all(model._cp_plan for model in models),
+        sequence_plan=all("ulysses" in own for own in ways),
+        masked=any("ring" not in own for own in ways),
         tensor_plan=all(name in PLANNED for name in names),
     )

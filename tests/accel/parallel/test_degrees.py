@@ -10,6 +10,7 @@ from triptych.parallelism import Parallelism
 
 WAN = Traits(name="WanTransformer3DModel", heads=12, guided=True, sequence_plan=True, tensor_plan=True)
 FLUX = Traits(name="FluxTransformer2DModel", heads=24, guided=False, sequence_plan=True)
+MASKED = Traits(name="LTXVideoTransformer3DModel", heads=32, guided=True, sequence_plan=True, masked=True)
 PLANLESS = Traits(name="Planless", heads=12, guided=True, sequence_plan=False)
 
 
@@ -30,6 +31,7 @@ def same(layout: Layout) -> Degrees:
         (WAN, 4, Parallelism(ring=2), Degrees(guided=Layout(cfg=2, ring=2), plain=Layout(ring=2, ulysses=2))),
         (WAN, 4, Parallelism(cfg=1, ring=2), same(Layout(ring=2, ulysses=2))),
         (FLUX, 2, Parallelism(), same(Layout(ulysses=2))),
+        (MASKED, 4, Parallelism(), Degrees(guided=Layout(cfg=2, ulysses=2), plain=Layout(ulysses=4))),
         (PLANLESS, 2, Parallelism(), Degrees(guided=Layout(cfg=2), plain=Layout())),
         (WAN, 1, Parallelism(), same(Layout())),
         (WAN, 2, Parallelism(tp=2), Degrees(guided=Layout(), plain=Layout(), tp=2)),
@@ -46,8 +48,9 @@ def test_ranks_share_branches_first_and_then_tokens(
     ("traits", "ranks", "wish", "reason"),
     [
         (FLUX, 2, Parallelism(cfg=2), "need guidance with a forward for each branch"),
-        (PLANLESS, 4, Parallelism(), "no plan in Diffusers"),
-        (PLANLESS, 2, Parallelism(ulysses=2), "no plan in Diffusers"),
+        (PLANLESS, 4, Parallelism(), "no complete plan in Diffusers"),
+        (PLANLESS, 2, Parallelism(ulysses=2), "no complete plan in Diffusers"),
+        (MASKED, 2, Parallelism(cfg=1, ring=2), "attends with masks, .* say denoiser-ulysses=2"),
         (WAN, 5, Parallelism(), "must divide the 12 attention heads"),
         (WAN, 16, Parallelism(cfg=2), "must divide the 12 attention heads"),
         (Traits(name="X", heads=None, guided=False, sequence_plan=True), 2, Parallelism(), "how many heads"),

@@ -20,6 +20,8 @@ class Traits:
     """Whether guidance is computed as one forward for each branch."""
     sequence_plan: bool
     """Whether Diffusers knows where its tokens can be split."""
+    masked: bool = False
+    """Whether its attention always has masks, which cannot go around a ring."""
     tensor_plan: bool = False
     """Whether it is known how to spread its weights."""
 
@@ -121,7 +123,13 @@ def _layout(wish: Parallelism, cfg: int, sp: int, traits: Traits) -> Layout:
     if sp > 1 and not traits.sequence_plan:
         instead = "num-gpus=2, for the branches of guidance" if traits.guided else "one instance for each GPU"
         raise ConfigError(
-            f"denoiser-sp={sp}: {traits.name} has no plan in Diffusers for where its tokens can be split; say {instead}"
+            f"denoiser-sp={sp}: {traits.name} has no complete plan in Diffusers for where its tokens can be split; say "
+            f"{instead}"
+        )
+    if ring > 1 and traits.masked:
+        raise ConfigError(
+            f"denoiser-ring={ring}: {traits.name} attends with masks, which cannot go around a ring; say "
+            f"denoiser-ulysses={sp}"
         )
     if ulysses > 1 and traits.heads is None:
         raise ConfigError(f"denoiser-ulysses={ulysses}: the config of {traits.name} does not say how many heads it has")

@@ -9,11 +9,12 @@ from forward to forward: its hooks are Diffusers' own, asking for the present co
 
 from __future__ import annotations
 
+import functools
 import inspect
 import logging
-from collections.abc import Generator, Iterator, Mapping
+from collections.abc import Callable, Generator, Iterator, Mapping
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, Literal
 
 import torch
 import torch.distributed as dist
@@ -22,6 +23,7 @@ from diffusers.hooks.context_parallel import (
     _get_submodule_by_name,
 )
 from diffusers.hooks.hooks import HookRegistry, ModelHook
+from diffusers.models import attention_dispatch as dispatch
 from diffusers.models._modeling_parallel import ContextParallelConfig, ParallelConfig, gather_size_by_comm
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
@@ -29,6 +31,42 @@ from torch.distributed.device_mesh import DeviceMesh
 from triptych.accel.parallel.degrees import Layout
 
 log = logging.getLogger(__name__)
+
+_INCOMPLETE = ("LTX2VideoTransformer3DModel",)
+"""Classes whose plan leaves something out: of LTX-2, the positions between picture and sound."""
+_MASKED = ("LTXVideoTransformer3DModel", "LTX2VideoTransformer3DModel")
+"""Classes that always attend with masks that hide something, which cannot go around a ring."""
+
+
+def ways_of(name: str, plan: object) -> tuple[Literal["ulysses", "ring"], ...]:
+    """How the tokens of a transformer class can be shared that has that plan in Diffusers."""
+    if not plan or name in _INCOMPLETE:
+        return ()
+    return ("ulysses",) if name in _MASKED else ("ulysses", "ring")
+
+
+def split_masks(model: nn.Module) -> None:
+    """Have attention under Ulysses take this rank's heads of a mask [batch, heads, queries, keys], where ``model`` has
+    such; the parts of a mask's keys are put together by Diffusers itself."""
+    if type(model).__name__ not in _MASKED:
+        return
+    for backend, function in dispatch._AttentionBackendRegistry._backends.items():
+        if not hasattr(function, "splits_masks"):
+            dispatch._AttentionBackendRegistry._backends[backend] = _with_split_mask(function)
+
+
+def _with_split_mask(function: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(function)
+    def attend(query: Any, key: Any, value: Any, attn_mask: Any = None, *args: Any, **kwargs: Any) -> Any:
+        parallel = kwargs.get("_parallel_config")
+        config = None if parallel is None else parallel.context_parallel_config
+        if attn_mask is not None and config is not None and attn_mask.shape[1:2] == query.shape[2:3]:
+            own = attn_mask.chunk(config.ulysses_degree, dim=1)[config._ulysses_local_rank]
+            attn_mask = own.contiguous()
+        return function(query, key, value, attn_mask, *args, **kwargs)
+
+    setattr(attend, "splits_masks", True)  # noqa: B010  # a function's own attribute
+    return attend
 
 
 def context(mesh: DeviceMesh, layout: Layout, device: torch.device) -> ParallelConfig:
@@ -184,6 +222,9 @@ def _lengths(value: Any, entry: Any) -> Iterator[int]:
 
 
 def _modules(model: nn.Module, path: str) -> list[nn.Module]:
+    blocks, number, _ = (*path.split(".", 2), "", "")[:3]
+    if number.isdigit() and int(number) >= len(getattr(model, blocks)):
+        return []  # Helios' plan has a line for each block of its one size
     found = _get_submodule_by_name(model, path)
     return found if isinstance(found, list) else [found]
 
