@@ -7,6 +7,7 @@ from dataclasses import replace
 from queue import SimpleQueue
 from typing import Any
 
+import numpy as np
 import torch
 import torch.distributed as dist
 
@@ -27,15 +28,20 @@ class Ranks:
     """Rank 0 in this process, followers in their own, and a pipeline that is alone."""
 
     def __init__(
-        self, parallel: Parallelism, *, path: str = "tiny", count: int = 2, warmup: tuple[Shape, ...] = ()
+        self,
+        parallel: Parallelism,
+        *,
+        path: str = "tiny",
+        roles: tuple[Role, ...] = ROLES,
+        warmup: tuple[Shape, ...] = (),
     ) -> None:
         config = InstanceConfig(
-            roles=ROLES,
+            roles=roles,
             server_addr="tcp://127.0.0.1:5555",
             work_port=1,
             transfer=TransferConfig(),
             model=ModelConfig(path=path, device="cpu", warmup=warmup),
-            gpu_ids=tuple(range(count)),
+            gpu_ids=(0, 1),
             parallel=parallel,
         )
         self.posts: SimpleQueue[Post] = SimpleQueue()
@@ -44,7 +50,7 @@ class Ranks:
             self.alone: Any = load_pipeline(replace(config.model, warmup=()), ROLES, "cpu")
             self.team = self.leader.join()
             self.rank0: Any
-            self.rank0, self._warm_up = load_cold(config.model, ROLES, "cpu", team=self.team)
+            self.rank0, self._warm_up = load_cold(config.model, roles, "cpu", team=self.team)
             self.leader.await_ready()
         except BaseException:
             self.close()
@@ -52,16 +58,18 @@ class Ranks:
         self.shared = LockstepPipeline(self.rank0, self.leader, config.shared_roles)
 
     def compared(
-        self, request: Mapping[str, Any], images: Sequence[bytes] = ()
+        self, role: Role, request: Mapping[str, Any], images: Sequence[bytes] = ()
     ) -> list[tuple[torch.Tensor, torch.Tensor]]:
-        """Of all that the denoiser makes of a request: what one process makes, and what these ranks make."""
+        """Of all that a role makes of a request: what one process makes, and what these ranks make."""
         inbox: Inbox = {role: [] for role in ROLES}
-        post(finish(self.alone.start(Role.ENCODER, request, [], images)), inbox)
+        for before in ROLES[: ROLES.index(role)]:
+            post(finish(self.alone.start(before, request, inbox[before], images)), inbox)
+            images = ()
         made: list[list[torch.Tensor]] = []
         for pipeline in (self.alone, self.shared):
-            inbox[Role.DECODER] = []
-            post(finish(pipeline.start(Role.DENOISER, request, inbox[Role.DENOISER], [])), inbox)
-            made.append([tensor for _, tensors in inbox[Role.DECODER] for tensor in tensors])
+            result = finish(pipeline.start(role, request, inbox[role], images))
+            made.append([tensor for output in result.outputs for tensor in output.tensors])
+            made[-1] += [torch.from_numpy(clip.frames) for clip in result.clips if isinstance(clip.frames, np.ndarray)]
         return list(zip(*made, strict=True))
 
     def close(self) -> None:
