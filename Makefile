@@ -7,7 +7,7 @@ PYTHON ?= $(shell for p in python3 python3.13 python3.12 python3.11; do \
 VENV := .venv
 BIN := $(VENV)/bin
 READY := $(VENV)/.ready
-# A second environment, for models whose processors work with torchvision: Qwen-Image-Edit and its kind.
+# A second environment, for models whose processors work with torchvision (Qwen-Image-Edit and its kind) and for torchao.
 VISION := .venv-vision
 VISION_READY := $(VISION)/.ready
 # Where the plain torch is a CUDA build of several GB: make demo TORCH_INDEX=<address of an index of CPU builds>
@@ -20,10 +20,10 @@ demo: $(READY)
 
 # Three at a time, each with one thread: much of a test is waiting for other processes, and two cores are to be busy.
 test: $(READY)
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -m "not gpu and not chaos and not families and not vision" -n 3 --dist loadfile --no-loadscope-reorder
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -m "not gpu and not chaos and not families and not vision and not quant" -n 3 --dist loadfile --no-loadscope-reorder
 
 test-vision: $(VISION_READY)
-	OMP_NUM_THREADS=1 $(VISION)/bin/python -m pytest -m "vision and not gpu"
+	OMP_NUM_THREADS=1 $(VISION)/bin/python -m pytest -m "(vision or quant) and not gpu"
 
 check: $(READY)
 	$(BIN)/ruff check src tests tools
@@ -69,5 +69,5 @@ $(VISION_READY): pyproject.toml
 	@test -n "$(PYTHON)" || { echo "Python 3.11 or newer is needed; name it with make PYTHON=..."; exit 1; }
 	test -x $(VISION)/bin/python || $(PYTHON) -m venv $(VISION)
 	$(VISION)/bin/pip install -q $(if $(TORCH_INDEX),--index-url $(TORCH_INDEX)) "torch==2.14.1" "torchvision==0.29.1"
-	$(VISION)/bin/pip install -q -e ".[cpu,dev,vision]"
+	$(VISION)/bin/pip install -q -e ".[cpu,dev,vision,quant]"
 	touch $@

@@ -1,0 +1,88 @@
+"""Quantised roles, where torchao is there: it takes effect, for the role that it was asked for, and is lossy."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from diffusers import WanPipeline
+
+from triptych.config import ModelConfig
+from triptych.errors import ConfigError
+from triptych.ids import ROLES, Role
+from triptych.pipeline.load import load_pipeline
+
+from .checkpoints import wan_parts, wan_transformer
+from .classic_harness import TOLERATED
+from .harness import Trio
+
+REQUEST: dict[str, Any] = {
+    "prompt": "a cat", "height": 32, "width": 32, "num_frames": 5, "num_inference_steps": 2, "max_sequence_length": 32,
+    "seed": 4,
+}  # fmt: skip
+
+pytestmark = [*TOLERATED, pytest.mark.quant]
+pytest.importorskip("torchao", reason="make test-vision has it")
+
+
+@pytest.fixture(scope="module")
+def wide(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A Wan whose layers are wide enough to be worth quantising."""
+    folder = tmp_path_factory.mktemp("wide")
+    transformer = wan_transformer(attention_head_dim=128, ffn_dim=1024)
+    WanPipeline(**wan_parts(), transformer=transformer).save_pretrained(folder)
+    return folder
+
+
+@pytest.fixture(autouse=True)
+def no_gradients() -> None:
+    torch.set_grad_enabled(False)
+
+
+def trio(folder: Path, **settings: Any) -> Trio:
+    whole: Any = load_pipeline(ModelConfig(path=str(folder), device="cpu", **settings), ROLES, "cpu")
+    return Trio.of(dict.fromkeys(ROLES, whole))
+
+
+def weight_bytes(model: torch.nn.Module) -> int:
+    """Of the weights as they are stored, whatever they stand for."""
+    total = 0
+    for parameter in model.parameters():
+        inner = [getattr(parameter, name) for name in getattr(parameter, "tensor_data_names", ())]
+        total += sum(part.numel() * part.element_size() for part in inner or [parameter])
+    return total
+
+
+def test_int8_makes_the_denoiser_small_and_its_result_a_little_different(wide: Path) -> None:
+    stock, small = trio(wide), trio(wide, quant={Role.DENOISER: "int8"})
+    before = stock.pipelines[Role.DENOISER].component(Role.DENOISER, "transformer")
+    after = small.pipelines[Role.DENOISER].component(Role.DENOISER, "transformer")
+    assert weight_bytes(after) < 0.5 * weight_bytes(before)  # blocks have a byte a number, not four
+    (expected,), (got,) = stock.generate(REQUEST), small.generate(REQUEST)
+    difference = abs(got.frames.astype(int) - expected.frames.astype(int))
+    assert 0 < difference.mean() < 8  # of 255
+    (again,) = small.generate(REQUEST)
+    assert (again.frames == got.frames).all()
+
+
+def test_only_the_role_that_was_named_is_quantised(wide: Path) -> None:
+    stock, small = trio(wide), trio(wide, quant={Role.DENOISER: "int8"})
+    assert small.pipelines[Role.DENOISER].fingerprint != stock.pipelines[Role.DENOISER].fingerprint
+    assert "int8" in small.pipelines[Role.DENOISER].fingerprint
+    encoders = [one.pipelines[Role.ENCODER].component(Role.ENCODER, "text_encoder") for one in (stock, small)]
+    assert weight_bytes(encoders[0]) == weight_bytes(encoders[1])
+
+
+def test_a_role_in_which_nothing_is_wide_enough_is_refused(wide: Path) -> None:
+    with pytest.raises(ConfigError, match="quant='int8': .* has no linear layer in its blocks that is wide enough"):
+        trio(wide, quant={Role.ENCODER: "int8"})
+
+
+@pytest.mark.parametrize("kind", ["model", "block"])
+def test_a_quantised_denoiser_can_be_offloaded(wide: Path, kind: str) -> None:
+    quant = {Role.DENOISER: "int8"}
+    (expected,) = trio(wide, quant=quant).generate(REQUEST)
+    (got,) = trio(wide, quant=quant, offload={Role.DENOISER: kind}).generate(REQUEST)
+    assert (got.frames == expected.frames).all()
