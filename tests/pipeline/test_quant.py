@@ -76,7 +76,7 @@ def test_only_the_role_that_was_named_is_quantised(wide: Path) -> None:
 
 
 def test_a_role_in_which_nothing_is_wide_enough_is_refused(wide: Path) -> None:
-    with pytest.raises(ConfigError, match="quant='int8': .* has no linear layer in its blocks that is wide enough"):
+    with pytest.raises(ConfigError, match=r"quant='int8': .* has no linear layer in its blocks that is wide enough"):
         trio(wide, quant={Role.ENCODER: "int8"})
 
 
