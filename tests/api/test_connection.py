@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import socket
+import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
@@ -11,10 +13,13 @@ from typing import Any
 
 import httpx
 import pytest
+import uvicorn
+import uvloop
 
 from tests import asking
 from tests.api.slow import dribble
 from triptych.api import connection
+from triptych.launch.ports import free_ports, listen
 
 FILM = bytes(range(256)) * (64 << 10)
 """16 MiB: more than the kernel takes for a client that does not read."""
@@ -149,3 +154,57 @@ def test_a_request_that_comes_in_one_read_has_no_endless_head(archive: Any) -> N
             time.sleep(0.01)
             wire.sendall(body)
             assert wire.recv(65536).startswith(b"HTTP/1.1 400 ")
+
+
+LARGE = b"a" * (16 << 20)
+
+
+async def large(scope: Any, receive: Any, send: Any) -> None:
+    """An application whose answer is written in one piece, as JSON is."""
+    if scope["type"] == "lifespan":
+        while (message := await receive())["type"] != "lifespan.shutdown":
+            await send({"type": f"{message['type']}.complete"})
+        await send({"type": "lifespan.shutdown.complete"})
+        return
+    headers = [(b"content-length", str(len(LARGE)).encode())]
+    await send({"type": "http.response.start", "status": 200, "headers": headers})
+    await send({"type": "http.response.body", "body": LARGE})
+
+
+@contextlib.contextmanager
+def serving(run: Callable[[Any], Any]) -> Iterator[int]:
+    """The port of a server of that application."""
+    (port,) = free_ports(1)
+    door = listen("127.0.0.1", port, "--port")
+    server = uvicorn.Server(connection.http_settings(large))
+    thread = threading.Thread(target=lambda: run(server.serve(sockets=[door])))
+    thread.start()
+    try:
+        yield port
+    finally:
+        server.should_exit = True
+        thread.join()
+        door.close()
+
+
+@pytest.mark.parametrize("run", [asyncio.run, uvloop.run], ids=["asyncio", "uvloop"])
+def test_who_reads_a_large_answer_slowly_gets_all_of_it_and_who_stops_does_not(
+    run: Callable[[Any], Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Symptom: images as base64 in JSON were cut off after a minute, however steadily they were read."""
+    monkeypatch.setattr(connection, "READ_SECONDS", 2.0)
+    with serving(run) as port, socket.socket() as wire:
+        wire.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 65536)
+        wire.settimeout(60)
+        wire.connect(("127.0.0.1", port))
+        for steadily in (True, False):
+            wire.sendall(b"GET / HTTP/1.1\r\nhost: x\r\n\r\n")
+            got = 0
+            with contextlib.suppress(ConnectionResetError):
+                while got < len(LARGE) and (part := wire.recv(256 << 10)):
+                    got += len(part)
+                    if steadily:
+                        time.sleep(0.04)
+                    elif got > len(LARGE) // 8:
+                        time.sleep(6)  # without a word, for three times as long as is allowed
+            assert (got >= len(LARGE)) is steadily

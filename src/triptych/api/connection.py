@@ -7,6 +7,9 @@ ever. (`Gate` bounds what comes between, the body.)
 from __future__ import annotations
 
 import asyncio
+import fcntl
+import termios
+from array import array
 from typing import Any
 
 import uvicorn
@@ -18,7 +21,9 @@ HEAD_SECONDS = 15.0
 HEAD_BYTES = 64 << 10
 """Longest head, give or take what one read from the socket brings."""
 READ_SECONDS = 60.0
-"""How long a client may take to read the 64 KiB or less that wait for it."""
+READ_BYTES = 64 << 10
+"""What a client has to read of an answer within that time, or all of it. A file waits in pieces of that size; other
+answers, pictures in JSON among them, wait as a whole."""
 SHUTDOWN_SECONDS = 5
 """How long open connections may take to end once the server was asked to stop."""
 
@@ -124,7 +129,24 @@ class Connection(HttpToolsProtocol):
 
     def _await_reading(self) -> None:
         if self._read_timer is None and self.transport.get_write_buffer_size():
-            self._read_timer = self.loop.call_later(READ_SECONDS, self.transport.abort)
+            self._read_timer = self.loop.call_later(READ_SECONDS, self._judge_reading, self._unread())
+
+    def _judge_reading(self, before: int) -> None:
+        self._read_timer = None
+        if before - self._unread() < READ_BYTES:
+            self.transport.abort()
+        else:
+            self._await_reading()
+
+    def _unread(self) -> int:
+        """Bytes that the client's machine has not taken: those here, and those in the kernel, which takes megabytes."""
+        waiting = self.transport.get_write_buffer_size()
+        wire = self.transport.get_extra_info("socket")
+        if wire is None or wire.fileno() < 0:
+            return waiting
+        queued = array("i", [0])
+        fcntl.ioctl(wire.fileno(), termios.TIOCOUTQ, queued)
+        return waiting + queued[0]
 
 
 def _cancelled(timer: asyncio.TimerHandle | None) -> None:
