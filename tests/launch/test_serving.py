@@ -7,6 +7,8 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 from triptych.launch.ports import free_ports
 
 CODE = """
@@ -57,6 +59,46 @@ def test_a_server_whose_store_hangs_leaves_all_the_same_when_it_is_asked_to(tmp_
         assert server.stdout is not None
         assert server.stdout.readline() == "started\n"
         server.send_signal(signal.SIGTERM)
+        assert server.wait(15) == 0  # ten seconds are promised
+    finally:
+        server.kill()
+        server.communicate()
+
+
+STARTING = """
+import sys, time
+from pathlib import Path
+from triptych.config import ServerConfig
+from triptych.launch import serving
+from triptych.server import archive, media_store
+def hang(*_):
+    print("starting", flush=True)
+    time.sleep(600)
+if sys.argv[4] == "media":
+    media_store.LocalMedia.open = hang
+else:
+    archive.DiskArchive.open = hang
+folder = Path(sys.argv[3])
+config = ServerConfig(port=int(sys.argv[1]), scheduler_port=int(sys.argv[2]), output_dir=folder, state_dir=folder / "s")
+status = serving.run_server(config)
+serving.leave_within(serving.LEAVE_SECONDS)
+sys.exit(status)
+"""
+
+
+@pytest.mark.parametrize("what", ["media", "journal"])
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_a_server_that_still_starts_leaves_when_it_is_asked_to(
+    tmp_path: Path, what: str, number: signal.Signals
+) -> None:
+    """Symptom: a server whose store hung at the start was deaf to SIGTERM and Ctrl+C."""
+    frontend, *_, door = free_ports(5)
+    command = [sys.executable, "-c", STARTING, str(door), str(frontend), str(tmp_path / "outputs"), what]
+    server = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
+    try:
+        assert server.stdout is not None
+        assert server.stdout.readline() == "starting\n"
+        server.send_signal(number)
         assert server.wait(15) == 0  # ten seconds are promised
     finally:
         server.kill()

@@ -9,9 +9,10 @@ import resource
 import signal
 import sys
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Coroutine
 from contextlib import ExitStack
 from types import FrameType
+from typing import Any
 
 from triptych.config import ServerConfig, host_port
 from triptych.launch.ports import listen
@@ -47,9 +48,10 @@ def _leave() -> None:
 
 
 def run_server(config: ServerConfig, *, on_started: Callable[[], None] | None = None) -> int:
-    """Serve until SIGINT or SIGTERM; returns the exit status. Once asked to stop, it takes less than ten seconds, after
-    which a group kills: connections have five (`http_settings`), the service three (`CLOSE_SECONDS`); then the process
-    ends with status 0, whatever hangs. The caller calls `leave_within` when it has done everything else.
+    """Serve until SIGINT or SIGTERM; returns the exit status. Once asked to stop, also while it still starts, it takes
+    less than ten seconds, after which a group kills: connections have five (`http_settings`), the service three
+    (`CLOSE_SECONDS`); then the process ends with status 0, whatever hangs. The caller calls `leave_within` when it has
+    done everything else.
 
     ``on_started`` is called once every port is bound. Raises `ConfigError` for a port that is in use.
     """
@@ -75,24 +77,39 @@ async def _serve(config: ServerConfig, on_started: Callable[[], None] | None, le
     app = create_app(service, config, stopping=lambda: server.should_exit)
     server = uvicorn.Server(http_settings(app))
 
+    loop, asked = asyncio.get_running_loop(), asyncio.Event()
+
     def stop(number: int, _frame: FrameType | None) -> None:
         log.info("stopping on %s", signal.Signals(number).name)
         server.should_exit = True
+        loop.call_soon_threadsafe(asked.set)
 
     # uvicorn handles signals itself while it serves, then raises them again for the handlers that stood before: these.
     # Without them the process would end before the service has closed.
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, stop)
-    await service.start()
     try:
-        for port in config.http_ports:
-            log.info("listening on http://%s", host_port(config.host, port))
-        if on_started is not None:
-            on_started()
-        await server.serve(sockets=doors)
+        if await _unless(asked, service.start()):
+            for port in config.http_ports:
+                log.info("listening on http://%s", host_port(config.host, port))
+            if on_started is not None:
+                on_started()
+            await server.serve(sockets=doors)
     finally:
         leaving.callback(leave_within(CLOSE_SECONDS + LEAVE_SECONDS).cancel)
         await asyncio.shield(service.close())
         for door in doors:
             door.close()
     return 0
+
+
+async def _unless(asked: asyncio.Event, work: Coroutine[Any, Any, None]) -> bool:
+    """Do ``work``, which may take for ever, unless ``asked`` to stop meanwhile; whether it was done."""
+    doing, stopping = asyncio.ensure_future(work), asyncio.ensure_future(asked.wait())
+    await asyncio.wait((doing, stopping), return_when=asyncio.FIRST_COMPLETED)
+    stopping.cancel()
+    if not doing.done():
+        doing.cancel()  # what it waits for in a thread goes on there until the process ends
+        return False
+    doing.result()
+    return True
