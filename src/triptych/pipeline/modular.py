@@ -368,11 +368,12 @@ class _DenoiseStage:
         height, width = (self._params.get(side) or self.stepped.value(side) for side in ("height", "width"))
         if not height or not width:
             return None
-        later = self._params.get("num_frames", 1) - 1
+        handoff = self._owner.schema.handoff
+        temporal = 1 if handoff is None else handoff.temporal
         frame = middle_frame(
             latents,
             channels=len(projection.weight),
-            frames=1 + later // self._owner.schema.handoff.temporal,
+            frames=1 + (self._params.get("num_frames", 1) - 1) // temporal,
             height=height,
             width=width,
         )
