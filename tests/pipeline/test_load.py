@@ -7,6 +7,7 @@ import shutil
 import warnings
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -167,6 +168,27 @@ def test_a_component_override_takes_effect(
     state = loaded.component(role, component).state_dict()
     assert all(torch.equal(state[name], tensor) for name, tensor in expected.items())
     assert loaded.component(role, component).training is False
+
+
+@pytest.mark.parametrize("family", ["wan_t2v", "cogvideox_t2v"])
+def test_weights_that_are_replaced_are_not_fetched(
+    checkpoint: Checkpoint, classic_checkpoint: Checkpoint, family: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Whether the model is cut or replayed."""
+    from huggingface_hub.utils import filter_repo_objects
+
+    model = (checkpoint if family == "wan_t2v" else classic_checkpoint)(family)
+    files = [str(file.relative_to(model)) for file in model.rglob("*") if file.is_file()]
+    fetched: set[str] = set()
+
+    def download(repo: str, **patterns: Any) -> str:
+        fetched.update(filter_repo_objects(files, **patterns))
+        return str(model)
+
+    monkeypatch.setattr("huggingface_hub.snapshot_download", download)
+    load("owner/model", *ROLES, transformer=str(model / "transformer"))
+    assert {file.split("/")[0] for file in fetched if file.endswith(".safetensors")} == {"text_encoder", "vae"}
+    assert "transformer/config.json" in fetched
 
 
 def test_an_override_changes_what_is_computed(checkpoint: Checkpoint, tmp_path: Path) -> None:

@@ -56,22 +56,26 @@ def test_a_hub_id_fetches_configs_and_the_asked_weights_only(tmp_path: Path, mon
         "tokenizer/tokenizer.json", "text_encoder/config.json", "text_encoder/model-00001-of-00002.safetensors",
         "text_encoder/model.safetensors.index.json", "text_encoder/pytorch_model.bin", "transformer/config.json",
         "transformer/diffusion_pytorch_model.safetensors", "vae/config.json", "vae/diffusion_pytorch_model.safetensors",
+        "vae/diffusion_pytorch_model.fp16.safetensors", "unet/model.fp16-00001-of-00002.safetensors",
+        "unet/model-00001-of-00002.safetensors", "unet/model-00001-of-00002.fp16.safetensors",
         "vae/diffusion_pytorch_model.bin", "assets/demo.mp4", "code.py",
     ]  # fmt: skip
     got: list[set[str]] = []
 
-    def download(repo: str, allow_patterns: list[str]) -> str:
+    def download(repo: str, **patterns: Any) -> str:
         assert repo == "owner/model"
-        got.append(set(filter_repo_objects(files, allow_patterns=allow_patterns)))
+        got.append(set(filter_repo_objects(files, **patterns)))
         (tmp_path / "model_index.json").write_text("{}")
         return str(tmp_path)
 
     monkeypatch.setattr("huggingface_hub.snapshot_download", download)
     assert resolve_source("owner/model") == tmp_path
     assert resolve_source("owner/model", ["vae"]) == tmp_path
+    assert resolve_source("owner/model", ["unet"]) == tmp_path
     assert not any(name.endswith((".safetensors", ".bin", ".py", ".mp4")) for name in got[0])
     assert {"tokenizer/spiece.model", "vae/config.json", "scheduler/scheduler_config.json"} <= got[0]
     assert got[1] - got[0] == {"vae/diffusion_pytorch_model.safetensors"}
+    assert got[2] - got[0] == {"unet/model-00001-of-00002.safetensors"}
 
 
 def test_an_unreachable_hub_is_an_error_that_names_the_model(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeAlias
@@ -49,6 +49,10 @@ class Loading:
     def serves(self, role: Role) -> bool:
         """Whether the process has that role."""
         return role in self.roles
+
+    def from_model(self, names: Iterable[str]) -> list[str]:
+        """Those of the components ``names`` whose weights are the model's own, and not replaced by others."""
+        return [name for name in names if name not in self.model.components]
 
     def agree(self) -> Callable[[str], str]:
         """Makes the ranks take the same one of several choices."""

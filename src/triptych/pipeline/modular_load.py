@@ -65,8 +65,9 @@ class _Plan:
         if model.previews and any(entry.name == CHUNK for entry in self._parts.inputs):
             raise ConfigError(f"previews: {self._kind} denoises chunk after chunk, in a loop that is closed")
         self._shows = model.previews and loading.serves(Role.DENOISER)
-        self._folder = resolve_source(model.path, [*self._owners, "vae"] if self._shows else self._owners)
-        read_ahead(self._folder, [name for name in self._owners if name not in model.components])
+        read = loading.from_model(self._owners)
+        self._folder = resolve_source(model.path, [*read, *loading.from_model(["vae"] if self._shows else [])])
+        read_ahead(self._folder, read)
         self._stand_ins = {
             name: stand_in(self._folder, name, *entry, loading.dtype) for name, entry in self._present.items()
         }

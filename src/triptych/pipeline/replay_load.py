@@ -43,8 +43,9 @@ def load_replay(loading: Loading, index: dict[str, Any]) -> ReplayRolePipeline:
     classes = {name: component_class(name, *entry) for name, entry in present.items()}
     owned = {role: owned_components(role, anatomy, classes) for role in ROLES if loading.serves(role)}
     owners = {name: role for role, names in owned.items() for name in sorted(names)}
-    folder = resolve_source(model.path, owners)
-    read_ahead(folder, [name for name in owners if name not in model.components])
+    read = loading.from_model(owners)
+    folder = resolve_source(model.path, read)
+    read_ahead(folder, read)
     stand_ins: dict[str, Any] = {
         name: _stand_in(folder, name, entry, classes[name], loading.dtype, where) for name, entry in present.items()
     }

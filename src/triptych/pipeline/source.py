@@ -16,6 +16,8 @@ MODULAR_INDEX = "modular_model_index.json"
 
 _CONFIGS = ("*.json", "*.txt", "*.jinja", "tokenizer*/*", "processor*/*")
 _WEIGHTS = ("safetensors", "safetensors.index.json", "json")
+_VARIANTS = ("*/*.*.safetensors",)
+"""Second copies of the weights, as ``model.fp16.safetensors`` beside ``model.safetensors``, which nothing loads."""
 
 
 def resolve_source(path: str, components: Iterable[str] | None = None) -> Path:
@@ -101,7 +103,7 @@ def _fetch(repo: str, patterns: list[str]) -> Path:
     from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
 
     try:
-        folder = Path(snapshot_download(repo, allow_patterns=patterns))
+        folder = Path(snapshot_download(repo, allow_patterns=patterns, ignore_patterns=list(_VARIANTS)))
     except (HfHubHTTPError, HFValidationError, LocalEntryNotFoundError, OSError) as error:
         raise ModelError(f"model {repo!r}: neither a local folder nor to be had from the Hub: {error}") from error
     if not _has_index(folder):
