@@ -118,6 +118,12 @@ def test_naming_the_model_twice_is_refused(capsys: pytest.CaptureFixture[str]) -
         (["--num-gpus", "8", "--denoiser-sp", "2"], "leaves 4 groups of GPUs"),
         (["--num-gpus", "0"], "num-gpus=0"),
         (["--num-gpus", "2", "--denoiser-tp", "2", "--profile", "fast"], "needs profile=stock"),
+        (["--disagg-role", "encoder", "--num-gpus", "2", "--quant", "encoder=int8"], "encoder-tp=2: needs quant=none"),
+        (["--num-gpus", "2", "--denoiser-tp", "2", "--lora", "style=style.safetensors"], "--lora: needs --num-gpus 1"),
+        (
+            ["--disagg-role", "encoder", "--num-gpus", "2", "--offload", "encoder=model"],
+            "--offload: needs --num-gpus 1",
+        ),
         (["--num-gpus", "2", "--encoder-tp", "2"], "encoder-tp=2 does not apply to disagg-role denoiser"),
         (["--disagg-role", "encoder", "--num-gpus", "4", "--encoder-tp", "2"], "must be 1 or num-gpus=4"),
         (["--disagg-role", "decoder", "--decoder-tp", "2"], "decoder-tp=2: must be 1 or num-gpus=1"),

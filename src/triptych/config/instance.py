@@ -121,6 +121,10 @@ class InstanceConfig:
             raise ConfigError(f"decoder-tp={tps[Role.DECODER]}: its strips leave nothing for vae-tiling or vae-slicing")
         if tps[Role.DECODER] > 1 and Role.DECODER in self.model.offload:
             raise ConfigError(f"decoder-tp={tps[Role.DECODER]}: needs the decoder's weights on the GPU, not offloaded")
+        if tps[Role.ENCODER] > 1 and Role.ENCODER in self.model.quant:
+            raise ConfigError(
+                f"encoder-tp={tps[Role.ENCODER]}: needs quant=none for the encoder, other layers cannot be spread"
+            )
         if Role.DENOISER in self.roles:
             self.parallel.check(self.ranks)
         elif self.parallel.of_denoiser:
