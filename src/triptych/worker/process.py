@@ -102,7 +102,7 @@ class _Instance:
             self._exporter = serve_metrics(self._metrics, config)
             opened.pop_all()
         # Last: the further ranks are processes, and nothing that comes after them may be refused.
-        self._leader = Leader(config, identity.instance, mailbox.post) if config.ranks > 1 else None
+        self._leader = Leader(config, identity.instance, mailbox.post, self._tally) if config.ranks > 1 else None
         self._crew = Crew(
             load=self._load,
             tally=self._tally,

@@ -12,6 +12,7 @@ import torch
 import torch.distributed as dist
 
 from tests.pipeline.harness import Inbox, finish, latents, post
+from triptych.accel.tally import Tally
 from triptych.config import InstanceConfig, ModelConfig, Shape, TransferConfig
 from triptych.ids import ROLES, Role
 from triptych.parallelism import Parallelism
@@ -45,7 +46,8 @@ class Ranks:
             parallel=parallel,
         )
         self.posts: SimpleQueue[Post] = SimpleQueue()
-        self.leader = Leader(config, "pair", self.posts.put)
+        self.tally = Tally()
+        self.leader = Leader(config, "pair", self.posts.put, self.tally)
         try:
             self.alone: Any = load_pipeline(replace(config.model, warmup=()), ROLES, "cpu")
             self.team = self.leader.join()

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import logging
 import time
 from collections.abc import Iterator
 from typing import Any
 
+import msgspec
 import pytest
 import torch
 
@@ -17,7 +19,7 @@ from triptych.parallelism import Parallelism
 from triptych.pipeline.stage import Resumable
 from triptych.worker.ranks import leader as leader_module
 from triptych.worker.ranks.leader import RanksApart
-from triptych.worker.ranks.orders import Advance
+from triptych.worker.ranks.orders import Advance, Answer, Compiled
 
 
 @pytest.fixture(scope="module")
@@ -122,6 +124,23 @@ def test_a_request_that_fails_on_every_rank_fails_alone(pair: Pair) -> None:
     alone, shared = pair.both(num_inference_steps=2)
     assert torch.equal(alone, shared)
     assert pair.posts.empty()
+
+
+def test_what_a_follower_compiles_is_counted_and_logged(
+    pair: Pair, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    (follower,) = pair.leader.followers
+    answer, left = follower.answer, [Compiled(compilations=2, seconds=9.5), Compiled(uncompiled=1)]
+
+    def compiling(seconds: float) -> Answer | None:
+        told = answer(seconds)
+        return msgspec.structs.replace(told, compiled=left.pop(0)) if told is not None and left else told
+
+    monkeypatch.setattr(follower, "answer", compiling)
+    with caplog.at_level(logging.INFO, "triptych"):
+        pair.both(num_inference_steps=2)
+    assert (pair.tally.compilations, pair.tally.compile_seconds, pair.tally.uncompiled) == (2, 9.5, 1)
+    assert "rank 1 compiled 2 graphs in 9.5 s" in caplog.text
 
 
 def _fails_alone(pair: Pair) -> None:

@@ -19,6 +19,7 @@ from queue import SimpleQueue
 import torch
 
 from triptych.accel.parallel.team import Team
+from triptych.accel.tally import Tally
 from triptych.config.logs import configure_logging
 from triptych.errors import Blame, TriptychError
 from triptych.pipeline.load import load_cold
@@ -28,6 +29,7 @@ from triptych.worker.ranks.orders import (
     Advance,
     Answer,
     Begin,
+    Compiled,
     Done,
     Drop,
     Failed,
@@ -92,10 +94,13 @@ class _Follower:
             store=Path(join.store),
             seconds=join.seconds,
         )
-        pipeline, _ = load_cold(join.model, join.roles, join.device, team=self._team)
+        self._tally = Tally()
+        self._told = Compiled()
+        """All that rank 0 knows of what was compiled here."""
+        pipeline, _ = load_cold(join.model, join.roles, join.device, self._tally, self._team)
         self._pipeline: RolePipeline = pipeline
         self._runs: dict[int, StageRun] = {}
-        self._answer(Ready(fingerprint=self._pipeline.fingerprint))
+        self._answer(Ready(fingerprint=self._pipeline.fingerprint, compiled=self._compiled()))
 
     def carry_out(self, order: Order) -> None:
         """Do what rank 0 does, and say how it went."""
@@ -109,9 +114,9 @@ class _Follower:
             if not isinstance(error, TriptychError) or error.__cause__ is not None:
                 log.error("rank %d failed", self._team.rank, exc_info=error)
             self._settle()
-            self._answer(Failed(reason=_words(error)))
+            self._answer(Failed(reason=_words(error), compiled=self._compiled()))
         else:
-            self._answer(Done(ended=ended))
+            self._answer(Done(ended=ended, compiled=self._compiled()))
 
     def _do(self, order: Order) -> bool:
         match order:
@@ -136,6 +141,18 @@ class _Follower:
         for tensor in tensors:
             self._team.broadcast(tensor)
         return tensors
+
+    def _compiled(self) -> Compiled:
+        """What was compiled since this was last asked."""
+        tally, before = self._tally, self._told
+        self._told = Compiled(
+            compilations=tally.compilations, seconds=tally.compile_seconds, uncompiled=tally.uncompiled
+        )
+        return Compiled(
+            compilations=self._told.compilations - before.compilations,
+            seconds=self._told.seconds - before.seconds,
+            uncompiled=self._told.uncompiled - before.uncompiled,
+        )
 
     def _settle(self) -> None:
         """Wait until nothing of a failed order is left on the device; for ever, where a collective is left alone."""

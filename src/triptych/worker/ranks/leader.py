@@ -25,10 +25,23 @@ from typing import Final
 import torch
 
 from triptych.accel.parallel.team import Team
+from triptych.accel.tally import Tally
 from triptych.config import InstanceConfig
 from triptych.worker.jobs import Post, ThreadDied
 from triptych.worker.ranks.frozen import FrozenWatch
-from triptych.worker.ranks.orders import Answer, Done, Failed, Join, Order, Ready, Sent, Shape, decode_answer, encode
+from triptych.worker.ranks.orders import (
+    Answer,
+    Compiled,
+    Done,
+    Failed,
+    Join,
+    Order,
+    Ready,
+    Sent,
+    Shape,
+    decode_answer,
+    encode,
+)
 
 log = logging.getLogger(__name__)
 
@@ -48,8 +61,14 @@ class RanksApart(BaseException):
 class Leader:
     """Rank 0 and its followers. Started and closed by the main thread, used from the compute thread."""
 
-    def __init__(self, config: InstanceConfig, who: str, post: Callable[[Post], None]) -> None:
-        """Start the followers, which begin to load. One that dies, or is apart, is posted as `ThreadDied`."""
+    def __init__(
+        self, config: InstanceConfig, who: str, post: Callable[[Post], None], tally: Tally | None = None
+    ) -> None:
+        """Start the followers, which begin to load. One that dies, or is apart, is posted as `ThreadDied`.
+
+        What followers compile is counted in ``tally``, which is that of rank 0.
+        """
+        self._tally = tally or Tally()
         self._config = config
         self._post = post
         self._folder = Path(tempfile.mkdtemp(prefix="triptych-ranks-"))
@@ -91,7 +110,7 @@ class Leader:
     def await_ready(self) -> None:
         """Wait until every follower has loaded, once rank 0 has. Raises `RanksApart`."""
         for follower in self.followers:
-            answer = follower.answer(LOAD_SECONDS)
+            answer = self._answer(follower, LOAD_SECONDS)
             if not isinstance(answer, Ready):
                 raise RanksApart(f"rank {follower.rank} did not load")
         self._loaded = True
@@ -116,7 +135,7 @@ class Leader:
             if self._team.device.type == "cuda":
                 torch.cuda.synchronize(self._team.device)
         for follower in self.followers:
-            match follower.answer(COLLECTIVE_SECONDS if own is None else GRACE_SECONDS):
+            match self._answer(follower, COLLECTIVE_SECONDS if own is None else GRACE_SECONDS):
                 case Failed(reason=reason) if own is None:
                     raise RanksApart(f"rank {follower.rank} alone failed: {reason}")
                 case Failed():
@@ -134,6 +153,23 @@ class Leader:
         for follower in self.followers:
             follower.end()
         shutil.rmtree(self._folder, ignore_errors=True)
+
+    def _answer(self, follower: _Follower, seconds: float) -> Answer | None:
+        """A follower's next answer, whose compilations are counted and logged."""
+        answer = follower.answer(seconds)
+        if answer is not None and answer.compiled != Compiled():
+            made = answer.compiled
+            log.info(
+                "rank %d compiled %d graphs in %.1f s, and computed %d calls without one",
+                follower.rank,
+                made.compilations,
+                made.seconds,
+                made.uncompiled,
+            )
+            self._tally.compilations += made.compilations
+            self._tally.compile_seconds += made.seconds
+            self._tally.uncompiled += made.uncompiled
+        return answer
 
     @property
     def _store(self) -> Path:

@@ -26,7 +26,7 @@ from triptych.worker.ranks.orders import Advance, Begin, Drop, Resume
 
 
 def load_in_lockstep(config: InstanceConfig, leader: Leader, tally: Tally) -> RolePipeline:
-    """Load on all ranks and warm up; ``tally`` counts what happens on this one.
+    """Load on all ranks and warm up; ``tally`` counts what happens on this one, the leader what the others compile.
 
     Raises what loading raises, and `RanksApart`.
     """

@@ -80,16 +80,26 @@ class Drop(msgspec.Struct, frozen=True, kw_only=True, tag=True):
 Order: TypeAlias = Join | Begin | Resume | Advance | Drop
 
 
+class Compiled(msgspec.Struct, frozen=True, kw_only=True):
+    """What a rank has compiled since its last answer; see `Tally`."""
+
+    compilations: int = 0
+    seconds: float = 0.0
+    uncompiled: int = 0
+
+
 class Ready(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     """The model is loaded."""
 
     fingerprint: str
+    compiled: Compiled = Compiled()
 
 
 class Done(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     """The order was carried out. ``ended``: the run is over with it."""
 
     ended: bool = False
+    compiled: Compiled = Compiled()
 
 
 class Failed(msgspec.Struct, frozen=True, kw_only=True, tag=True):
@@ -98,6 +108,7 @@ class Failed(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     reason: str
     mendable: bool = False
     """The operator must mend something."""
+    compiled: Compiled = Compiled()
 
 
 Answer: TypeAlias = Ready | Done | Failed

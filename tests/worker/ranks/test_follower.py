@@ -1,0 +1,54 @@
+"""What a follower says of its own when it has carried out an order."""
+
+from __future__ import annotations
+
+from typing import Any, cast
+
+import pytest
+
+from triptych.accel.tally import Tally
+from triptych.errors import StageError
+from triptych.worker.ranks import follower as module
+from triptych.worker.ranks.orders import Advance, Answer, Compiled, Done, Failed, decode_answer
+
+
+class Line:
+    """A connection to a rank 0 that only listens."""
+
+    def __init__(self) -> None:
+        self.heard: list[Answer] = []
+
+    def send_bytes(self, data: bytes) -> None:
+        self.heard.append(decode_answer(data))
+
+
+class Run:
+    """A stage whose first step has a shape that is compiled for, and whose last step fails."""
+
+    def __init__(self, tally: Tally) -> None:
+        self._tally = tally
+        self._step = 0
+
+    def advance(self) -> None:
+        self._step += 1
+        if self._step == 1:
+            self._tally.compilations += 3
+            self._tally.compile_seconds += 1.5
+        if self._step == 3:
+            self._tally.uncompiled += 2
+            raise StageError("no more")
+
+
+def test_a_follower_tells_once_what_it_has_compiled(monkeypatch: pytest.MonkeyPatch) -> None:
+    line, tally = Line(), Tally(compilations=4)
+    follower: Any = object.__new__(cast(Any, module)._Follower)
+    follower._connection, follower._tally, follower._told = line, tally, Compiled(compilations=4)
+    follower._runs = {1: Run(tally)}
+    monkeypatch.setattr(follower, "_settle", lambda: None)
+    for _ in range(3):
+        follower.carry_out(Advance(run=1))
+    assert line.heard == [
+        Done(compiled=Compiled(compilations=3, seconds=1.5)),
+        Done(),
+        Failed(reason="no more", compiled=Compiled(uncompiled=2)),
+    ]
