@@ -18,15 +18,16 @@ class Blame(enum.StrEnum):
 class TriptychError(Exception):
     """Base of all errors that Triptych raises on purpose.
 
-    ``message`` is fit to be shown to a client; ``code`` is a stable machine-readable word.
+    ``message`` is fit to be shown to a client; ``code`` is a stable machine-readable word. ``detail`` is for logs and
+    the operator alone: folders, addresses, what a library said. The error as text has both.
     """
 
     blame: ClassVar[Blame] = Blame.US
     status: ClassVar[int] = 500
     code: ClassVar[str] = "internal_error"
 
-    def __init__(self, message: str) -> None:
-        super().__init__(message)
+    def __init__(self, message: str, *, detail: str = "") -> None:
+        super().__init__(f"{message}: {detail}" if detail else message)
         self.message = message
 
 
@@ -136,7 +137,7 @@ class NotMovable(TriptychError):
 
 
 class StorageFull(TriptychError):
-    """There is no room to keep a finished media file; the message names the folder."""
+    """There is no room to keep something; the detail names the folder."""
 
     blame = Blame.OPERATOR
     status = 507
@@ -144,7 +145,7 @@ class StorageFull(TriptychError):
 
 
 class StorageFailed(TriptychError):
-    """A finished media file could not be kept for another reason than room; the message names the file.
+    """Something could not be kept, or read, for another reason than room; the message names the file.
 
     ``retryable`` says whether the same file may be kept another time.
     """
@@ -153,6 +154,6 @@ class StorageFailed(TriptychError):
     status = 500
     code = "storage_failed"
 
-    def __init__(self, message: str, *, retryable: bool = True) -> None:
-        super().__init__(message)
+    def __init__(self, message: str, *, detail: str = "", retryable: bool = True) -> None:
+        super().__init__(message, detail=detail)
         self.retryable = retryable

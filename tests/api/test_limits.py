@@ -57,7 +57,7 @@ def test_a_full_queue_refuses_and_takes_again_when_it_has_room(queue_of_two: Any
 
 
 def test_a_job_that_cannot_be_written_down_is_refused_with_507_and_others_go_on(
-    make_house: Any, tmp_path: Path
+    make_house: Any, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     with make_house(state_dir=tmp_path / "state") as house:
         running = post(house, "slow").json()["id"]
@@ -67,7 +67,8 @@ def test_a_job_that_cannot_be_written_down_is_refused_with_507_and_others_go_on(
         answers = [post(house, "slow " + "x" * 900) for _ in range(20)]  # the last page may have room for a few
         refused = [answer for answer in answers if answer.status_code != 200]
         assert {(answer.status_code, answer.json()["error"]["code"]) for answer in refused} == {(507, "storage_full")}
-        assert "state" in refused[0].json()["error"]["message"]
+        assert refused[0].json()["error"]["message"] == "no room for the journal"
+        assert f"free some space in {tmp_path}" in caplog.text
         listed = asking.get(f"{house.url}/v1/videos?limit=100", headers={"authorization": f"Bearer {KEY}"}).json()
         assert len(listed["data"]) == 1 + len(answers) - len(refused)
         limit_pages(journal, 10_000)

@@ -40,6 +40,11 @@ def test_keys_are_not_shown(capsys: pytest.CaptureFixture[str]) -> None:
     assert found["api_key"] == ["(said)", "--api-key"]
 
 
+def test_passwords_of_stores_are_not_shown(capsys: pytest.CaptureFixture[str]) -> None:
+    found = show(capsys, "--disagg-role", "server", "--media-store", "sftp://bob:s3cret@host/clips")
+    assert found["media_store"] == ["sftp://***@host/clips", "--media-store"]
+
+
 def test_a_file_of_another_system_is_shown_with_notes(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     file = tmp_path / "role.json"
     file.write_text(json.dumps({"disagg_mode": "decode", "disagg_config": {"bootstrap_addr": "h"}, "vae_z_dim": 16}))

@@ -124,7 +124,7 @@ def test_a_store_that_cannot_be_reached_is_told_at_the_start(tmp_path: Path) -> 
         RemoteMedia("nonsense://x", tmp_path).open()
     blocked = tmp_path / "file"
     blocked.write_text("in the way")
-    with pytest.raises(StorageFailed, match="file/deeper cannot be written"):
+    with pytest.raises(StorageFailed, match="the media store cannot be written: .*file/deeper"):
         RemoteMedia(f"file://{blocked}/deeper", tmp_path / "cache").open()
 
 
@@ -194,3 +194,29 @@ async def test_a_deleted_job_is_gone_though_the_store_has_its_file_yet(
         assert await house.service.shared_file(record.id, file.name) is None
     finally:
         await house.close()
+
+
+def test_neither_clients_nor_logs_are_told_the_stores_password(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Symptom: whoever fetched a film while the store was down got user, password and host of the store."""
+    url = f"memory://bob:s3cret%21@{uuid.uuid4().hex}/clips"
+    house = Door(tmp_path / "here", schema(with_count=True), media_store=url)
+
+    def down(*_: object, **__: object) -> None:
+        raise OSError(f"bob with 's3cret!' cannot reach {url}")
+
+    house.open()
+    try:
+        with Client(house.url) as client:
+            film = client.wait(client.create("a cat").id, timeout=60).id
+        (path,) = (tmp_path / "here").glob("*.mp4")
+        path.unlink()
+        monkeypatch.setattr(house.service._keeper._media._system, "get_file", down)
+        answer = asking.get(f"{house.url}/v1/videos/{film}/content")
+    finally:
+        house.close()
+    assert answer.status_code == 500
+    assert answer.json()["error"]["message"] == "the media store cannot be read"
+    assert "memory://***@" in caplog.text
+    assert "s3cret" not in caplog.text

@@ -102,6 +102,8 @@ def test_a_full_disk_is_told_apart_and_recovers(
     monkeypatch.setattr(LocalMedia, "_write", staticmethod(write))
     with pytest.raises(StorageFull, match=r"\(5 bytes\)") as caught:
         store.store(IdMint()("video"), [media(b"later")])
+    assert str(store.root) in str(caught.value)
+    assert str(store.root) not in caught.value.message
     assert caught.value.status == 507
     assert names(store) == [earlier.name]
     assert earlier.path.read_bytes() == b"earlier"
@@ -113,5 +115,6 @@ def test_a_full_disk_is_told_apart_and_recovers(
 
 def test_a_folder_that_cannot_be_made_is_an_error_with_its_path(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("in the way")
-    with pytest.raises(StorageFailed, match="file/outputs"):
+    with pytest.raises(StorageFailed, match="file/outputs") as caught:
         LocalMedia(tmp_path / "file" / "outputs").open()
+    assert str(tmp_path) not in caught.value.message, "which clients may see"

@@ -255,7 +255,7 @@ async def test_images_that_cannot_be_written_down_refuse_the_request(estate: Est
     estate.add()
     await estate.ready()
     (estate.state / "images").rmdir()
-    with pytest.raises(StorageFailed, match=r"uploaded images cannot be kept in .*images"):
+    with pytest.raises(StorageFailed, match=r"uploaded images cannot be kept: .*images"):
         await estate.service.submit({"prompt": "x", "image": {"blob": 0}}, output="video", images=[b"picture"])
     (estate.state / "images").mkdir()
     assert await estate.rows() == set()

@@ -231,7 +231,7 @@ def install(app: FastAPI) -> None:
         assert isinstance(error, TriptychError)
         response = typed_response(error)
         if response.status_code >= 500:
-            log.warning("%s: %s", error.error_code if isinstance(error, JobFailed) else error.code, error.message)
+            log.warning("%s: %s", error.error_code if isinstance(error, JobFailed) else error.code, error)
         return response
 
     async def http(request: Request, error: Exception) -> JSONResponse:

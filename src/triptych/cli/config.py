@@ -7,6 +7,7 @@ import os
 from typing import Any
 
 from triptych.cli.arguments import said_options
+from triptych.config.secrets import without_secrets
 from triptych.launch.args import ServerArgs
 from triptych.launch.options import OPTIONS
 from triptych.launch.sources import Settled, settle
@@ -48,7 +49,7 @@ def _shown(value: Any) -> str:
         case tuple():
             return ", ".join(map(str, value))
         case _:
-            return str(value)
+            return without_secrets(str(value))
 
 
 def _between_hosts(options: ServerArgs) -> list[tuple[str, str, str]]:

@@ -34,7 +34,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         return module.run(args)
     except TriptychError as error:
-        print(f"triptych {args.command}: error: {error.message}", file=sys.stderr)
+        print(f"triptych {args.command}: error: {error}", file=sys.stderr)
         return 2 if error.blame in (Blame.OPERATOR, Blame.CALLER) else 1
     except KeyboardInterrupt:
         return 130

@@ -75,7 +75,7 @@ class ServerConfig:
     """Seconds of waiting time of a request."""
     output_dir: Path = Path("outputs")
     """Where finished media files are kept; with ``media_store`` only the latest ones, to be served from here."""
-    media_store: str | None = None
+    media_store: str | None = field(default=None, repr=False)
     """URL of another store for them (``--media-store``), e.g. ``s3://bucket/prefix``; None: ``output_dir`` alone."""
     state_dir: Path | None = None
     """Where accepted jobs are written down, so that they outlive the server (``--state-dir``); None: nowhere."""

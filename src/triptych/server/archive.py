@@ -115,6 +115,7 @@ class DiskArchive:
         try:
             return Remembered(history=history, images=self._uploads.load(history.accepted.request))
         except StorageFailed as error:
+            log.error("%s", error)
             return Remembered(history=history, lost=error.message)
 
     def start(self) -> None:

@@ -144,7 +144,7 @@ class Journal:
             self._folder.mkdir(parents=True, exist_ok=True)
             self._lock = os.open(self._folder / "lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
         except OSError as error:
-            raise StorageFailed(f"the state folder {self._folder} cannot be used: {error}") from error
+            raise StorageFailed("the state folder cannot be used", detail=f"{self._folder}: {error}") from error
         try:
             fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError as error:
@@ -155,7 +155,7 @@ class Journal:
             self._database = database
             return self._read(database, path)
         except (sqlite3.Error, msgspec.MsgspecError) as error:
-            raise StorageFailed(f"the journal {path} cannot be read: {error}") from error
+            raise StorageFailed("the journal cannot be read", detail=f"{path}: {error}") from error
 
     def _read(self, database: sqlite3.Connection, path: Path) -> list[JournalEntry]:
         database.execute("PRAGMA locking_mode = EXCLUSIVE")  # needs no shared-memory file, which a full disk could tear
@@ -281,8 +281,8 @@ class Journal:
 
     def _explain(self, error: sqlite3.Error) -> TriptychError:
         if getattr(error, "sqlite_errorcode", None) == sqlite3.SQLITE_FULL:
-            return StorageFull(f"no room for the journal in {self._folder}; free some space there")
-        return StorageFailed(f"the journal in {self._folder} cannot be written: {error}")
+            return StorageFull("no room for the journal", detail=f"free some space in {self._folder}")
+        return StorageFailed("the journal cannot be written", detail=f"{self._folder}: {error}")
 
     def _answer(self, futures: Sequence[asyncio.Future[None]], error: TriptychError | None) -> None:
         assert self._loop is not None

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any, Final, TypeVar
 
 from triptych.config import MIB
+from triptych.config.secrets import without_secrets
 from triptych.errors import ConfigError, StorageFailed
 from triptych.ids import RequestId
 from triptych.server.media_store import LocalMedia
@@ -56,8 +57,9 @@ class RemoteMedia:
             self._system, self._root = fsspec.core.url_to_fs(self._url)
         except (ImportError, ValueError) as error:
             raise ConfigError(
-                f"--media-store {self._url}: {error}; stores need extra packages, e.g. pip install 'triptych[s3]'"
-            ) from error
+                f"--media-store {without_secrets(self._url)}: {without_secrets(str(error), self._url)}; "
+                "stores need extra packages, e.g. pip install 'triptych[s3]'"
+            ) from None
         probe = f"{self._root}/.triptych-probe"
         self._remotely("cannot be written", lambda: self._system.makedirs(self._root, exist_ok=True))
         self._remotely("cannot be written", lambda: self._system.pipe_file(probe, b"probe"))
@@ -142,7 +144,7 @@ class RemoteMedia:
         self._remotely("cannot be written", lambda: self._system.put_file(str(file.path), remote))
         size = self._remotely("cannot be read", lambda: self._system.info(remote)["size"])
         if size != file.nbytes:
-            raise StorageFailed(f"{self._url}/{file.name} has {size} bytes after {file.nbytes} were written")
+            raise StorageFailed(f"{file.name} has {size} bytes after {file.nbytes} were written to the media store")
 
     def _delete(self, name: str) -> None:
         with suppress(FileNotFoundError):
@@ -175,4 +177,7 @@ class RemoteMedia:
         except Exception as error:  # each store has errors of its own; all of them fail the one request at hand
             if absent_is_news and isinstance(error, FileNotFoundError):
                 raise
-            raise StorageFailed(f"{self._url} {what}: {error}") from error
+            said = without_secrets(str(error), self._url)
+            # Tracebacks show causes in their own words.
+            cause = error if said == str(error) else None
+            raise StorageFailed(f"the media store {what}", detail=f"{without_secrets(self._url)}: {said}") from cause

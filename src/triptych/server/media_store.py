@@ -74,13 +74,13 @@ class LocalMedia:
             for part in self.root.glob(f".*{_PART}"):
                 part.unlink(missing_ok=True)
         except OSError as error:
-            raise StorageFailed(f"the output folder {self.root} cannot be used: {error}") from error
+            raise StorageFailed("the output folder cannot be used", detail=f"{self.root}: {error}") from error
 
     def check_room(self) -> None:
         """Raise `StorageFull` while the bytes that did not fit the last time still would not."""
         if self._wanted:
             if shutil.disk_usage(self.root).free < self._wanted:
-                raise StorageFull(f"no room for finished media in {self.root}; free some space there")
+                raise StorageFull("no room for finished media", detail=f"free some space in {self.root}")
             self._wanted = 0
 
     def path(self, name: str) -> Path:
@@ -116,7 +116,7 @@ class LocalMedia:
             try:
                 file.path.unlink(missing_ok=True)
             except OSError as error:
-                raise StorageFailed(f"{file.path} cannot be deleted: {error}") from error
+                raise StorageFailed(f"{file.name} cannot be deleted", detail=str(error)) from error
 
     def _store_one(self, stem: str, file: MediaFile, data: bytes) -> StoredFile:
         if not _SUFFIX.fullmatch(file.suffix):
@@ -134,8 +134,8 @@ class LocalMedia:
                 part.unlink(missing_ok=True)
             if error.errno in NO_ROOM:
                 self._wanted = len(data)
-                raise StorageFull(f"no room in {self.root} for {path.name} ({len(data)} bytes)") from error
-            raise StorageFailed(f"{path} cannot be written: {error}") from error
+                raise StorageFull(f"no room for {path.name} ({len(data)} bytes)", detail=str(self.root)) from error
+            raise StorageFailed(f"{path.name} cannot be written", detail=str(error)) from error
         return StoredFile(
             name=path.name,
             path=path,
@@ -153,7 +153,7 @@ class LocalMedia:
         try:
             sync_folder(self.root)
         except OSError as error:
-            raise StorageFailed(f"{self.root} cannot be written: {error}") from error
+            raise StorageFailed("the output folder cannot be written", detail=f"{self.root}: {error}") from error
 
     @staticmethod
     def _write(path: Path, data: bytes) -> None:

@@ -92,9 +92,10 @@ class SavedFiles:
             try:
                 await asyncio.to_thread(self._link, file, place)
             except (OSError, BadRequest) as error:
-                problem = f"the file could not be saved at {place}: {error}"
-                log.error("%s: %s", entry.id, problem)
-                return problem
+                # Not the error's own text: it holds paths, which are the operator's business.
+                why = error.strerror if isinstance(error, OSError) else error.message
+                log.error("%s: the file could not be saved at %s: %s", entry.id, place, error)
+                return f"the file could not be saved at {place}: {why}"
         return ""
 
     def _link(self, file: StoredFile, path: str) -> None:

@@ -219,7 +219,9 @@ class Shell:
             event = FilesStored(request=lease.request, attempt=lease.attempt)
         except Exception as error:  # whatever it is, it must not leave the request in storing
             event = StoreFailed(request=lease.request, attempt=lease.attempt, error=_why(error))
-            if not event.error.retryable:
+            if event.error.retryable:
+                log.warning("files of %s cannot be stored yet: %s", lease.request, error)
+            else:
                 log.error("files of %s cannot be stored", lease.request, exc_info=error)
         self.feed(event)
 
@@ -238,4 +240,6 @@ def _why(error: Exception) -> ErrorInfo:
         case StorageFailed():
             return ErrorInfo(code=error.code, message=error.message, blame=error.blame.value, retryable=error.retryable)
         case _:
-            return ErrorInfo(code=StorageFailed.code, message=f"{type(error).__name__}: {error}", blame="us")
+            return ErrorInfo(
+                code=StorageFailed.code, message=f"the files could not be kept: {type(error).__name__}", blame="us"
+            )

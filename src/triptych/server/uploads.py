@@ -31,7 +31,7 @@ class Uploads:
         try:
             self._folder.mkdir(parents=True, exist_ok=True)
         except OSError as error:
-            raise StorageFailed(f"the state folder {self._folder} cannot be used: {error}") from error
+            raise StorageFailed("the state folder cannot be used", detail=f"{self._folder}: {error}") from error
 
     def save(self, request: RequestId, images: Sequence[bytes]) -> None:
         """Keep the images of a job; on the disk on return. Raises `StorageFull` or `StorageFailed`."""
@@ -48,8 +48,8 @@ class Uploads:
             with suppress(OSError):
                 part.unlink(missing_ok=True)
             if error.errno in NO_ROOM:
-                raise StorageFull(f"no room for uploaded images in {self._folder}; free some space there") from error
-            raise StorageFailed(f"uploaded images cannot be kept in {self._folder}: {error}") from error
+                raise StorageFull("no room for uploaded images", detail=f"free some space in {self._folder}") from error
+            raise StorageFailed("uploaded images cannot be kept", detail=f"{self._folder}: {error}") from error
 
     def load(self, request: RequestId) -> tuple[bytes, ...]:
         """The images of a job. Raises `StorageFailed` when they are gone or damaged."""
@@ -57,7 +57,9 @@ class Uploads:
         try:
             return _decoder.decode(path.read_bytes())
         except (OSError, msgspec.MsgspecError) as error:
-            raise StorageFailed(f"the uploaded images in {path} cannot be read: {error}") from error
+            raise StorageFailed(
+                f"the uploaded images of {request} cannot be read", detail=f"{path}: {error}"
+            ) from error
 
     def remove(self, request: RequestId) -> None:
         """Delete the images of a job if there are any."""
