@@ -68,6 +68,12 @@ class ModelError(TriptychError):
     code = "model_error"
 
 
+class ModelUnreachable(ModelError):
+    """A model could not be fetched now, for reasons that may pass: trying again is worth it."""
+
+    blame = Blame.US
+
+
 class StageError(TriptychError):
     """A stage could not be computed. ``retryable`` says whether another attempt elsewhere may succeed."""
 

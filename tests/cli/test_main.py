@@ -154,3 +154,9 @@ def test_gpus_that_no_model_could_share_so_are_refused(
 )
 def test_up_refuses_contradictions(capsys: pytest.CaptureFixture[str], words: list[str], expected: str) -> None:
     assert expected in complaint(capsys, "up", "tiny", *words)
+
+
+def test_a_file_that_cannot_be_written_is_named(capsys: pytest.CaptureFixture[str]) -> None:
+    """Symptom: a traceback of pathlib."""
+    assert main(["generate", "x", "-o", "/proc/nowhere/x.mp4"]) == 2
+    assert capsys.readouterr().err.startswith("triptych generate: error: '/proc/nowhere': ")

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
-from triptych.errors import ModelError
+from triptych.errors import Blame, ModelError
 from triptych.models import EMBEDDED
 from triptych.pipeline.source import index_components, read_index, resolve_source
 
@@ -82,3 +83,35 @@ def test_an_unreachable_hub_is_an_error_that_names_the_model(monkeypatch: pytest
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
     with pytest.raises(ModelError, match=r"owner/no-such-model-anywhere.*neither a local folder nor"):
         resolve_source("owner/no-such-model-anywhere")
+
+
+@pytest.mark.parametrize(("status", "passing"), [(503, True), (429, True), (401, False), (404, False)])
+def test_a_hub_that_is_out_of_order_is_worth_another_try(
+    monkeypatch: pytest.MonkeyPatch, status: int, passing: bool
+) -> None:
+    """Symptom: a 503 of the Hub at the first start ended the whole `triptych up`, as a model that is not there does."""
+    from huggingface_hub.errors import HfHubHTTPError
+
+    def refuse(*_: object, **__: object) -> str:
+        error = HfHubHTTPError.__new__(HfHubHTTPError)
+        error.response = SimpleNamespace(status_code=status)
+        raise error
+
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", False)
+    monkeypatch.setattr("huggingface_hub.snapshot_download", refuse)
+    with pytest.raises(ModelError) as caught:
+        resolve_source("owner/model")
+    assert (caught.value.blame is not Blame.OPERATOR) == passing
+
+
+def test_a_hub_that_cannot_be_reached_is_worth_another_try(monkeypatch: pytest.MonkeyPatch) -> None:
+    from huggingface_hub.errors import LocalEntryNotFoundError
+
+    def refuse(*_: object, **__: object) -> str:
+        raise LocalEntryNotFoundError("no connection")
+
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", False)
+    monkeypatch.setattr("huggingface_hub.snapshot_download", refuse)
+    with pytest.raises(ModelError) as caught:
+        resolve_source("owner/model")
+    assert caught.value.blame is not Blame.OPERATOR

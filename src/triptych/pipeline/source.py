@@ -7,7 +7,7 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
-from triptych.errors import ModelError
+from triptych.errors import ModelError, ModelUnreachable
 from triptych.models import EMBEDDED
 
 INDEX = "model_index.json"
@@ -105,9 +105,22 @@ def _fetch(repo: str, patterns: list[str]) -> Path:
     try:
         folder = Path(snapshot_download(repo, allow_patterns=patterns, ignore_patterns=list(_VARIANTS)))
     except (HfHubHTTPError, HFValidationError, LocalEntryNotFoundError, OSError) as error:
-        raise ModelError(f"model {repo!r}: neither a local folder nor to be had from the Hub: {error}") from error
+        kind = ModelUnreachable if _may_pass(error) else ModelError
+        raise kind(f"model {repo!r}: neither a local folder nor to be had from the Hub: {error}") from error
     if not _has_index(folder):
         raise ModelError(
             f"model {repo!r}: the repository has no {INDEX} nor {MODULAR_INDEX}, so it is not a Diffusers pipeline"
         )
     return folder
+
+
+def _may_pass(error: Exception) -> bool:
+    """Whether the Hub may answer otherwise in a while: it or the way to it is out of order, as far as one can see."""
+    from huggingface_hub import constants
+    from huggingface_hub.errors import HfHubHTTPError, LocalEntryNotFoundError
+
+    if constants.HF_HUB_OFFLINE:
+        return False
+    if isinstance(error, HfHubHTTPError):
+        return error.response.status_code in (408, 429) or error.response.status_code >= 500
+    return isinstance(error, LocalEntryNotFoundError | ConnectionError | TimeoutError)
