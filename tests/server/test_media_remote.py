@@ -124,7 +124,7 @@ def test_a_store_that_cannot_be_reached_is_told_at_the_start(tmp_path: Path) -> 
         RemoteMedia("nonsense://x", tmp_path).open()
     blocked = tmp_path / "file"
     blocked.write_text("in the way")
-    with pytest.raises(StorageFailed, match="the media store cannot be written: .*file/deeper"):
+    with pytest.raises(StorageFailed, match=r"the media store cannot be written: .*file/deeper"):
         RemoteMedia(f"file://{blocked}/deeper", tmp_path / "cache").open()
 
 
