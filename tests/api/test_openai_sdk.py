@@ -166,6 +166,16 @@ def test_listing_walks_all_pages_once(sdk: openai.OpenAI) -> None:
     assert oldest_first == everything[::-1]
 
 
+@pytest.mark.parametrize("form", ["png", "jpeg", "webp"])
+def test_images_come_in_the_form_that_is_asked_for(sdk: openai.OpenAI, form: Any) -> None:
+    images = sdk.images.generate(prompt="a cat", size="64x32", response_format="b64_json", output_format=form)
+    assert images.data is not None
+    assert images.data[0].b64_json is not None
+    picture = Image.open(io.BytesIO(base64.b64decode(images.data[0].b64_json)))
+    assert (picture.format, picture.size) == (form.upper(), (64, 32))
+    assert images.output_format == form
+
+
 def test_images_come_as_bytes_or_by_address(sdk: openai.OpenAI, house: Any) -> None:
     images = sdk.images.generate(
         prompt="a cat", size="64x32", n=2, response_format="b64_json", output_format="webp", extra_body={"seed": 7}

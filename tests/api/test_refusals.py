@@ -237,6 +237,21 @@ async def test_another_content_type_is_refused(door: Door, kind: str) -> None:
     await door.refuses(response, 415, "Content-Type", ["application/json or multipart/form-data"])
 
 
+@pytest.mark.parametrize("path", ["/v1/videos", "/v1/images/generations", "/v1/tasks/video/", "/v1/tasks/image/"])
+async def test_unknown_fields_are_all_named(door: Door, path: str) -> None:
+    response = await door.http.post(path, json={"prompt": "a", "promt": "b", "qqqq": 1, "seeed": 2})
+    error = await door.refuses(response, 400, "promt", ["'promt' (did you mean 'prompt'?)", "'qqqq'", "'seeed'"])
+    assert error["code"] == "unknown_field"
+    many = {f"zz{number:04}": 1 for number in range(2000)}
+    response = await door.http.post(path, json={"prompt": "a", **many})
+    await door.refuses(response, 400, "zz0000", ["'zz0001'", "and 1984 more are not fields"])
+
+
+async def test_unknown_query_parameters_are_all_named(door: Door) -> None:
+    response = await door.http.get("/v1/videos?limit=3&lmit=4&ordr=asc")
+    await door.refuses(response, 400, "lmit", ["did you mean 'limit'", "did you mean 'order'"])
+
+
 async def test_a_picture_to_edit_is_refused_by_a_model_that_takes_none(door: Door) -> None:
     files = {"prompt": (None, "a"), "image[]": ("a.png", png(8, 8))}
     response = await door.http.post("/v1/images/edits", files=files)

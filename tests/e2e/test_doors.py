@@ -76,6 +76,18 @@ def test_the_sdk_makes_remixes_and_downloads_a_video(pool: Deployment) -> None:
         assert openai.videos.delete(video.id).deleted
 
 
+def test_an_image_comes_as_a_jpeg(pool: Deployment) -> None:
+    with client(pool) as openai:
+        images = openai.images.generate(
+            prompt="a red ball", size="64x64", response_format="b64_json", output_format="jpeg",
+            extra_body={"num_inference_steps": 2, "seed": 5},
+        )  # fmt: skip
+    assert images.data is not None
+    assert images.data[0].b64_json is not None
+    picture = Image.open(io.BytesIO(base64.b64decode(images.data[0].b64_json)))
+    assert (picture.format, picture.size) == ("JPEG", (64, 64))
+
+
 def test_a_job_of_several_videos_gives_each_by_its_number(pool: Deployment) -> None:
     job = pool.api.submit(seed=5, n=2)
     assert pool.api.done(job)["n"] == 2

@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import hashlib
+import re
 from pathlib import Path
 
 import pytest
 
+from triptych.accel.attention import EXACT, LOSSY
 from triptych.errors import ConfigError
 from triptych.ids import ROLES, Role
 from triptych.launch.args import ServerArgs
+from triptych.launch.options import BY_NAME
 
 KEY = "a-secret-key"
 DIGEST = "sha256:" + hashlib.sha256(KEY.encode()).hexdigest()
@@ -115,3 +118,8 @@ def test_an_adapter_has_a_file_or_two_and_a_scale(said: str, files: tuple[str, .
     words = args.for_child("instance").words
     (again,) = ServerArgs.from_kwargs(lora=words[words.index("--lora") + 1]).lora
     assert again == lora
+
+
+def test_the_help_names_every_attention_backend() -> None:
+    said = re.findall(r"[\w-]+", BY_NAME["attention_backend"].help)
+    assert {"auto", *EXACT, *LOSSY} <= set(said)

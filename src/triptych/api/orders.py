@@ -18,7 +18,7 @@ from triptych.api.clips import clean_clip, clip_length
 from triptych.api.errors import BodyTooLarge, ModelNotFound
 from triptych.api.pictures import clean_picture
 from triptych.api.timeouts import TIMEOUTS, Timeouts
-from triptych.api.validation import bounded, check, check_sides, nearest, read_number, read_text, refuse, unknown_field
+from triptych.api.validation import bounded, check, check_sides, nearest, read_number, read_text, refuse, unknown_fields
 from triptych.core.cost import staged_bytes
 from triptych.errors import BadRequest
 from triptych.ids import Role
@@ -159,12 +159,13 @@ def _model(schema: RequestSchema, value: Any) -> str:
 
 def _known_only(schema: RequestSchema, output: Output, names: list[str]) -> None:
     known = spoken(schema, output)
-    for name in names:
-        if name in known:
-            continue
-        if name in _THINGS:
-            raise BadRequest(name, f"{name}: model {schema.model!r} ({schema.task}) takes no {_THINGS[name]}")
-        raise unknown_field(name, known)
+    unknown = [name for name in dict.fromkeys(names) if name not in known]
+    if not unknown:
+        return
+    absent = {name: f"model {schema.model!r} ({schema.task}) takes no {thing}" for name, thing in _THINGS.items()}
+    if len(unknown) == 1 and unknown[0] in absent:
+        raise BadRequest(unknown[0], f"{unknown[0]}: {absent[unknown[0]]}")
+    raise unknown_fields(unknown, known, absent)
 
 
 def _response_format(value: Any) -> str:

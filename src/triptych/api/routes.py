@@ -8,7 +8,7 @@ from fastapi import Depends, Request
 from fastapi.routing import APIRoute
 
 from triptych.api.shapes import ErrorBody
-from triptych.api.validation import unknown_field
+from triptych.api.validation import unknown_fields
 from triptych.errors import BadRequest
 
 _REASONS = {
@@ -39,17 +39,19 @@ def known_query(request: Request) -> None:
     assert isinstance(route, APIRoute)
     known = {field.alias for field in route.dependant.query_params}
     seen: set[str] = set()
+    unknown = [name for name in request.query_params if name not in known]
+    if unknown:
+        raise _unknown(unknown, known)
     for name, _ in request.query_params.multi_items():
-        if name not in known:
-            raise _unknown(name, known)
         if name in seen:
             raise BadRequest(name, f"{name}: given more than once", code="duplicate_field")
         seen.add(name)
 
 
-def _unknown(name: str, known: set[str]) -> BadRequest:
+def _unknown(names: list[str], known: set[str]) -> BadRequest:
     if known:
-        return unknown_field(name, known)
+        return unknown_fields(names, known)
+    name = names[0]
     return BadRequest(name[:60], f"{name[:60]!r}: this endpoint takes no query parameters", code="unknown_field")
 
 

@@ -24,7 +24,7 @@ from triptych.api.validation import (
     read_number,
     read_text,
     refuse,
-    unknown_field,
+    unknown_fields,
 )
 from triptych.errors import BadRequest
 from triptych.ids import MAX_ADAPTER_SCALE
@@ -124,6 +124,10 @@ def read_fields(schema: RequestSchema, body: Body, output: Output) -> TaskFields
         _place(fields, names, name, spoken, value)
     if shape:
         names["size"] = spoken  # in which the order speaks of both sides together
+    read = {*PICTURES, *RENAMED, *accepted(schema, output), "model", "size", *TIMEOUTS}
+    unknown = [name for name in dict.fromkeys((*given, *body.uploads)) if name not in read]
+    if unknown:
+        raise unknown_fields(unknown, known_fields(schema, output))
     for name, value in given.items():
         _place(fields, names, _target(schema, output, name), name, value)
     for name, files in body.uploads.items():
@@ -209,8 +213,6 @@ def _place(target: dict[str, Any], names: dict[str, str], name: str, spoken: str
 def _target(schema: RequestSchema, output: Output, name: str) -> str:
     """The house's name of a field."""
     if name not in PICTURES:
-        if name not in RENAMED and name not in accepted(schema, output) and name not in ("model", "size", *TIMEOUTS):
-            raise unknown_field(name, known_fields(schema, output))
         return RENAMED.get(name, name)
     pictures = picture_params(schema, output)
     own = PICTURES[name] or next((p for p in pictures if p not in _WORDS), "")

@@ -39,6 +39,10 @@ _INTEGER = re.compile(r"[+-]?\d{1,20}")
 _NUMBER = re.compile(r"[+-]?(\d{1,20}(\.\d{0,20})?|\.\d{1,20})([eE][+-]?\d{1,3})?")
 
 
+_MOST_NAMED: Final = 16
+"""Unknown fields that one error names."""
+
+
 def bounded(param: Param) -> Param:
     """``param`` with the house's bounds wherever the model left one open."""
     minimum, maximum = _CAPS.get(param.name, (None, None))
@@ -62,12 +66,29 @@ def refuse(field: str, value: object, accepted: str) -> NoReturn:
     raise BadRequest(field, f"{field}={shown(value)}: must be {accepted}")
 
 
-def unknown_field(name: str, known: Iterable[str]) -> BadRequest:
-    """The error of a field that nothing reads, naming the nearest known one."""
-    names = sorted(known)
-    near = get_close_matches(name[:64], names, n=1) or [known for known in names if len(name) > 3 and name in known]
-    hint = f"did you mean {near[0]!r}?" if near else f"known are {', '.join(names)}"
-    return BadRequest(name[:60], f"{shown(name)} is not a field of this request; {hint}", code="unknown_field")
+def unknown_fields(names: Iterable[str], known: Iterable[str], absent: Mapping[str, str] | None = None) -> BadRequest:
+    """The error of ``names``, one or more fields that nothing reads, naming each with the nearest known one.
+
+    ``absent`` says of some that are known elsewhere what it is that there is none of here.
+    """
+    there = sorted(known)
+    unknown = list(names)
+    hints = [_hint(name, there, absent or {}) for name in unknown[:_MOST_NAMED]]
+    more = f" and {len(unknown) - _MOST_NAMED} more" if len(unknown) > _MOST_NAMED else ""
+    listed = f"known are {', '.join(there)}"
+    if len(unknown) == 1:
+        message = f"{shown(unknown[0])} is not a field of this request; {hints[0] or listed}"
+    else:
+        named = ", ".join(shown(name) + f" ({hint})" * bool(hint) for name, hint in zip(unknown, hints, strict=False))
+        message = f"{named}{more} are not fields of this request" + f"; {listed}" * (not all(hints))
+    return BadRequest(unknown[0][:60], message, code="unknown_field")
+
+
+def _hint(name: str, known: list[str], absent: Mapping[str, str]) -> str:
+    if name in absent:
+        return absent[name]
+    near = get_close_matches(name[:64], known, n=1) or [one for one in known if len(name) > 3 and name in one]
+    return f"did you mean {near[0]!r}?" if near else ""
 
 
 def check(param: Param, value: Any, *, form: bool, field: str | None = None) -> bool | int | float | str:

@@ -242,7 +242,14 @@ OPTIONS: tuple[Option, ...] = (
         "PROFILE",
         "stock Diffusers, lossless (faster kernels, equal up to rounding), or fast (FP8 besides)",
     ),
-    _option("attention_backend", read_text, "auto", COMPUTE, "NAME", "auto, native, cudnn, flash3 or flash3-fp8"),
+    _option(
+        "attention_backend",
+        read_text,
+        "auto",
+        COMPUTE,
+        "NAME",
+        "auto, flash3, cudnn, flash2, native, or lossy flash3-fp8, sage; of several, with commas, the first present",
+    ),
     _option(
         "quant",
         per_role((Role.DENOISER,), "none", "fp8", "int8"),
