@@ -24,6 +24,8 @@ def test_a_ring_of_two_agrees_with_one_process() -> None:
         alone, shared = pair.both(num_inference_steps=1, height=48, width=48, num_frames=1)
         assert pair.tokens == 9
         torch.testing.assert_close(alone, shared, rtol=1e-4, atol=5e-5)
+        for expected, shared in (pair.cancel_one_of_two(), pair.there_and_back()):
+            torch.testing.assert_close(shared, expected, rtol=1e-4, atol=5e-5)
     finally:
         pair.close()
 

@@ -73,3 +73,17 @@ def test_pictures_decoded_in_a_strip_on_each_of_two_ranks(pair: Pair) -> None:
     assert ours.frames.shape == theirs.shape == stream.shape == (5, 48, 96, 3)
     assert np.abs(ours.frames.astype(int) - theirs).max() <= 1  # of 255
     assert "decoded in 2 strips" in pair.shared.fingerprint
+
+
+def test_requests_are_cancelled_and_continued_elsewhere_with_shared_weights(pair: Pair) -> None:
+    for expected, shared in (pair.cancel_one_of_two(), pair.there_and_back()):
+        torch.testing.assert_close(shared, expected, rtol=1e-4, atol=1e-5)
+
+
+def test_stages_that_are_cancelled_before_they_are_computed_leave_the_ranks_together(pair: Pair) -> None:
+    params, inbox = pair.encoded(num_inference_steps=1)
+    post(finish(pair.alone.start(Role.DENOISER, params, inbox[Role.DENOISER], [])), inbox)
+    pair.shared.start(Role.ENCODER, params, [], []).cancel()
+    pair.shared.start(Role.DECODER, params, inbox[Role.DECODER], []).cancel()
+    (clip,) = finish(pair.shared.start(Role.DECODER, params, inbox[Role.DECODER], [])).clips
+    assert clip.frames.shape == (5, 64, 64, 3)

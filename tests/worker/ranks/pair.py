@@ -17,6 +17,7 @@ from triptych.config import InstanceConfig, ModelConfig, Shape, TransferConfig
 from triptych.ids import ROLES, Role
 from triptych.parallelism import Parallelism
 from triptych.pipeline.load import load_cold, load_pipeline
+from triptych.pipeline.stage import Resumable
 from triptych.worker.jobs import Post, ThreadDied
 from triptych.worker.ranks.leader import Leader
 from triptych.worker.ranks.lockstep import LockstepPipeline
@@ -123,6 +124,41 @@ class Pair(Ranks):
             post(finish(pipeline.start(Role.DENOISER, whole, inbox[Role.DENOISER], [])), inbox)
             made.append(latents(inbox))
         return made[0], made[1]
+
+    def cancel_one_of_two(self, **params: Any) -> tuple[torch.Tensor, torch.Tensor]:
+        """Latents of one process, and of a run of two that another one beside it was cancelled of."""
+        whole, inbox = self.encoded(**params, num_inference_steps=4)
+        other, other_inbox = self.encoded(**params, num_inference_steps=9, seed=1)
+        expected, _ = self.both(**params, num_inference_steps=4)
+        run = self.shared.start(Role.DENOISER, whole, inbox[Role.DENOISER], [])
+        cancelled = self.shared.start(Role.DENOISER, other, other_inbox[Role.DENOISER], [])
+        for _ in range(2):
+            assert run.advance() is None
+            assert cancelled.advance() is None
+        cancelled.cancel()
+        cancelled.cancel()
+        post(finish(run), inbox)
+        return expected, latents(inbox)
+
+    def there_and_back(self, **params: Any) -> tuple[torch.Tensor, torch.Tensor]:
+        """Latents of one process, and of a request that one began, two continued and one ended, by checkpoints."""
+        whole, inbox = self.encoded(**params, num_inference_steps=5)
+        expected, _ = self.both(**params, num_inference_steps=5)
+        legs: list[tuple[Any, int]] = [(self.alone, 2), (self.shared, 2), (self.alone, 1)]
+        frozen: Any = None
+        result = None
+        for pipeline, steps in legs:
+            run = pipeline.start(Role.DENOISER, whole, inbox[Role.DENOISER], [])
+            assert isinstance(run, Resumable)
+            if frozen is not None:
+                run.restore(*frozen)
+            for _ in range(steps):
+                result = run.advance()
+            frozen = run.checkpoint()
+            run.cancel()
+        assert result is not None
+        post(result, inbox)
+        return expected, latents(inbox)
 
     def warm_up(self) -> None:
         """Run what a start runs, for the shape of the requests here."""

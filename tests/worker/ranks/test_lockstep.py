@@ -5,18 +5,16 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Iterator
-from typing import Any
 
 import msgspec
 import pytest
 import torch
 
-from tests.pipeline.harness import finish, latents, post
+from tests.pipeline.harness import finish
 from tests.worker.ranks.pair import Pair
 from triptych.errors import StageError
 from triptych.ids import Role
 from triptych.parallelism import Parallelism
-from triptych.pipeline.stage import Resumable
 from triptych.worker.ranks import leader as leader_module
 from triptych.worker.ranks.leader import RanksApart
 from triptych.worker.ranks.orders import Advance, Answer, Compiled
@@ -61,18 +59,8 @@ def test_tokens_that_do_not_divide_are_shared_unevenly(pair: Pair) -> None:
 
 
 def test_requests_interleave_and_one_is_cancelled_on_all_ranks(pair: Pair) -> None:
-    whole, inbox = pair.encoded(num_inference_steps=4)
-    other, other_inbox = pair.encoded(num_inference_steps=9, guidance_scale=1.0, seed=1)
-    expected, _ = pair.both(num_inference_steps=4)
-    run = pair.shared.start(Role.DENOISER, whole, inbox[Role.DENOISER], [])
-    cancelled = pair.shared.start(Role.DENOISER, other, other_inbox[Role.DENOISER], [])
-    for _ in range(2):
-        assert run.advance() is None
-        assert cancelled.advance() is None
-    cancelled.cancel()
-    cancelled.cancel()
-    post(finish(run), inbox)
-    assert torch.equal(latents(inbox), expected)
+    expected, shared = pair.cancel_one_of_two()
+    assert torch.equal(shared, expected)
 
 
 def test_a_cancelled_run_takes_no_further_step_and_is_gone_on_every_rank(pair: Pair) -> None:
@@ -92,25 +80,10 @@ def test_a_cancelled_run_takes_no_further_step_and_is_gone_on_every_rank(pair: P
 
 @pytest.mark.parametrize("scale", [5.0, 1.0])
 def test_a_checkpoint_of_one_process_is_continued_by_two_and_back(pair: Pair, scale: float) -> None:
-    whole, inbox = pair.encoded(num_inference_steps=5, guidance_scale=scale)
-    expected, _ = pair.both(num_inference_steps=5, guidance_scale=scale)
-    legs: list[tuple[Any, int]] = [(pair.alone, 2), (pair.shared, 2), (pair.alone, 1)]
-    frozen: Any = None
-    result = None
-    for pipeline, steps in legs:
-        run = pipeline.start(Role.DENOISER, whole, inbox[Role.DENOISER], [])
-        assert isinstance(run, Resumable)
-        if frozen is not None:
-            run.restore(*frozen)
-        for _ in range(steps):
-            result = run.advance()
-        frozen = run.checkpoint()
-        run.cancel()
-    assert result is not None
-    post(result, inbox)
-    torch.testing.assert_close(latents(inbox), expected, rtol=1e-4, atol=1e-5)
+    expected, shared = pair.there_and_back(guidance_scale=scale)
+    torch.testing.assert_close(shared, expected, rtol=1e-4, atol=1e-5)
     if scale != 1.0:
-        assert torch.equal(latents(inbox), expected)
+        assert torch.equal(shared, expected)
 
 
 def test_a_request_that_fails_on_every_rank_fails_alone(pair: Pair) -> None:
