@@ -181,13 +181,14 @@ def test_who_polls_sees_no_gap_but_refused_connections(town: Town) -> None:
             town.wait_ready()
             job = town.submit(f"in life {life}").json()["id"]
             pollers.jobs.append(job)
-            town.reach(job, "denoising_running" if life < 2 else "denoising_waiting")
+            until(lambda job=job: town.state(job).startswith("denoising"), f"{job} being with the denoiser")
             until(lambda seen=pollers.answers[200]: pollers.answers[200] > seen, "an answer before the kill")
             town.server.kill()
             until(lambda seen=pollers.answers["ConnectError"]: pollers.answers["ConnectError"] > seen, "no answer")
             town.start()
             until(lambda seen=pollers.answers[200]: pollers.answers[200] > seen, "an answer after the kill")
-        until(lambda: len(denoiser.held) == 2, "the stages that are held")
+        # A stage may be given out once more, where a busy machine kept its instance from coming back in time.
+        until(lambda: len({lease.request for lease in denoiser.held}) >= 2, "two jobs being held")
         denoiser.let_go()
         for job in pollers.jobs:
             town.done(job)
