@@ -63,6 +63,21 @@ def test_another_protocol_version_is_refused() -> None:
     assert bench.router.instances() == ()
 
 
+def test_a_model_is_the_same_wherever_its_folder_lies_and_however_that_is_spelled() -> None:
+    """Symptom: after an encoder of /data/wan, a denoiser of /data/wan/ or of another mount point was refused."""
+    bench = Bench()
+    bench.join("encoder", schema=replace(SCHEMA, model="/data/wan"))
+    for life, path in enumerate(("/data/wan/", "./wan", "wan", "/mnt/models/wan", "owner/wan"), 1):
+        bench.join("denoiser", life=life, schema=replace(SCHEMA, model=path))
+        assert not bench.sent("denoiser", Refused)
+    bench.join("decoder", schema=replace(SCHEMA, model="/data/other"))
+    (refused,) = bench.sent("decoder", Refused)
+    assert refused.reason == "model='/data/other': the others serve '/data/wan'"
+    bench.join("encoder", life=2, schema=replace(SCHEMA, model="wan/"))
+    assert bench.router.schema is not None
+    assert bench.router.schema.model == "/data/wan", "clients know it by that name"
+
+
 def test_another_model_is_refused_with_both_names() -> None:
     bench = Bench()
     bench.join("encoder")

@@ -105,9 +105,9 @@ class Membership:
         if (model := ledger.config.model) is not None and not message.schema.is_called(model):
             return f"model={message.schema.model!r}: this server is for {model!r}"
         schema, mine = self._schema_of_others(message)
-        if schema is None or schema == mine or not (ledger.members or ledger.jobs):
+        if schema is None or schema.agrees(mine) or not (ledger.members or ledger.jobs):
             return ""
-        if schema.model != message.schema.model:
+        if not schema.is_called(message.schema.model):
             return f"model={message.schema.model!r}: the others serve {schema.model!r}"
         return f"model={message.schema.model!r}: the others serve {schema.model!r} with other request parameters"
 
@@ -122,9 +122,11 @@ class Membership:
 
     def _join(self, message: Hello) -> Member:
         ledger = self._ledger
+        known = ledger.schema
         if Role.ENCODER in message.roles:
-            ledger.schema = message.schema
-        elif ledger.schema is not None and ledger.schema.without_defaults() != message.schema.without_defaults():
+            if known is None or not known.agrees(message.schema):  # clients go on with the name that they know
+                ledger.schema = message.schema
+        elif known is not None and not known.without_defaults().agrees(message.schema.without_defaults()):
             ledger.schema = None  # all who served that model are gone
         prints = {m.hello.fingerprint for role in message.roles for m in ledger.serving[role].values()}
         if prints - {message.fingerprint}:

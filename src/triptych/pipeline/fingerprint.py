@@ -5,12 +5,18 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Mapping, Sequence
 from importlib.metadata import version
+from pathlib import Path
 
 import torch
 
+from triptych.pipeline.content import content_of
 
-def fingerprint(device: str, dtype: torch.dtype, overrides: Mapping[str, str], techniques: Sequence[str] = ()) -> str:
-    """Versions, device, dtype, attention, replaced components and acceleration, and a hash of all at the end."""
+
+def fingerprint(
+    device: str, dtype: torch.dtype, folder: Path, overrides: Mapping[str, str], techniques: Sequence[str] = ()
+) -> str:
+    """Versions, device, dtype, attention, the model in ``folder``, replaced components and acceleration, and a hash of
+    all at the end. Where folders lie says nothing, what is in them does."""
     from diffusers.utils.constants import DIFFUSERS_ATTN_BACKEND
 
     parts = (
@@ -21,11 +27,17 @@ def fingerprint(device: str, dtype: torch.dtype, overrides: Mapping[str, str], t
         str(dtype).removeprefix("torch."),
         f"attention {DIFFUSERS_ATTN_BACKEND}",
         f"tf32 {torch.backends.cuda.matmul.allow_tf32}",
-        *(f"{name} from {path}" for name, path in sorted(overrides.items())),
+        content_of(folder),
+        *(f"{name} of {_content_of(path)}" for name, path in sorted(overrides.items())),
         *techniques,
     )
     text = ", ".join(parts)
     return f"{text}, {hashlib.sha256(text.encode()).hexdigest()[:12]}"
+
+
+def _content_of(path: str) -> str:
+    there = Path(path).expanduser()
+    return content_of(there) if there.exists() else path
 
 
 def device_name(device: str) -> str:

@@ -105,7 +105,7 @@ class _Plan:
             family=self._family,
             schema=self._schema,
             fingerprint=fingerprint(
-                loading.device, loading.dtype, model.components, (*techniques, *identities(model.loras))
+                loading.device, loading.dtype, self._folder, model.components, (*techniques, *identities(model.loras))
             ),
             device=loading.where,
             clock=clock,

@@ -76,7 +76,7 @@ def load_replay(loading: Loading, index: dict[str, Any]) -> ReplayRolePipeline:
             anatomy=anatomy,
             classes=OutputClasses(classes.values()),
             schema=with_defaults(with_adapters(schema, model.loras), model.defaults),
-            fingerprint=fingerprint(loading.device, loading.dtype, model.components, changes),
+            fingerprint=fingerprint(loading.device, loading.dtype, folder, model.components, changes),
             device=where,
         ),
         pipelines=pipelines,

@@ -25,6 +25,7 @@ from triptych.pipeline.names import (
 )
 from triptych.pipeline.pictures import picture_params
 from triptych.pipeline.shift import FLOW_SHIFT, shift_of
+from triptych.pipeline.source import spelled
 from triptych.wire.schema import HandoffSize, Param, RequestSchema
 
 SETTINGS = "triptych.json"
@@ -75,7 +76,7 @@ def build_schema(
     output = "video" if "videos" in parts.outputs else "image"
     params = builder.params(output)
     return RequestSchema(
-        model=model,
+        model=spelled(model),
         pipeline=index["_class_name"],
         split="modular",
         task=f"{'image' if 'image' in parts.given else 'text'}-to-{output}",

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterable
-from pathlib import Path
+from pathlib import Path, PurePath
 from typing import Any
 
 from triptych.errors import ModelError, ModelUnreachable
@@ -43,6 +43,12 @@ def resolve_source(path: str, components: Iterable[str] | None = None) -> Path:
         )
     patterns = [*_CONFIGS, *(f"{name}/*.{kind}" for name in components or () for kind in _WEIGHTS)]
     return _fetch(path, patterns)
+
+
+def spelled(path: str) -> str:
+    """The name of a model without what says nothing: ``wan`` for ``./wan/``, the folder's own for ``.``."""
+    plain = PurePath(path)
+    return str(plain if plain.name not in ("", "..") else Path(path).resolve())
 
 
 def read_index(folder: Path) -> dict[str, Any]:

@@ -76,6 +76,11 @@ class RequestSchema(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
         """Whether a path or Hub id names this model; its last part is enough."""
         return model in self.names or PurePath(model).name in self.names
 
+    def agrees(self, other: RequestSchema) -> bool:
+        """Whether both speak of one model: they differ at most in how it was named, of which the last part counts,
+        since hosts have folders in different places."""
+        return self.is_called(other.model) and msgspec.structs.replace(self, model=other.model) == other
+
     def param(self, name: str) -> Param | None:
         """The parameter of that name, or None."""
         return next((p for p in self.params if p.name == name), None)
