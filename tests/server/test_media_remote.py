@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import socket
+import threading
+import time
 import uuid
 from collections.abc import Iterator
 from contextlib import ExitStack
@@ -20,6 +23,7 @@ from tests.server.test_media_store import media
 from triptych.client import Client
 from triptych.core.events import JobState
 from triptych.errors import ConfigError, StorageFailed
+from triptych.server import keeper
 from triptych.server.media_remote import RemoteMedia
 from triptych.server.records import IdMint
 
@@ -220,3 +224,46 @@ def test_neither_clients_nor_logs_are_told_the_stores_password(
     assert answer.json()["error"]["message"] == "the media store cannot be read"
     assert "memory://***@" in caplog.text
     assert "s3cret" not in caplog.text
+
+
+def test_a_store_that_hangs_stops_who_asks_for_its_files_and_nobody_else(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Symptom: forty downloads while the store was away, and no request was read for minutes."""
+    url = f"memory://{uuid.uuid4().hex}"
+    house = Door(tmp_path / "here", schema(with_count=True), media_store=url)
+    back = threading.Event()
+    asked: list[str] = []
+
+    def hang(remote: str, local: str) -> None:
+        asked.append(remote)
+        back.wait(60)
+        Path(local).write_bytes(CLIP)
+
+    house.open()
+    try:
+        with Client(house.url) as client:
+            far, near = (client.wait(client.create("a cat").id, timeout=60).id for _ in range(2))
+        (tmp_path / "here" / f"{far}.mp4").unlink()
+        monkeypatch.setattr(house.service._keeper._media._system, "get_file", hang)
+        with ExitStack() as wires:
+            kinds = ("", "?variant=thumbnail")
+            lines = [wires.enter_context(socket.create_connection(("127.0.0.1", house.config.port))) for _ in range(60)]
+            for number, line in enumerate(lines):
+                path = f"/v1/videos/{far}/content{kinds[number % 2]}"
+                line.sendall(f"GET {path} HTTP/1.1\r\nhost: x\r\nconnection: close\r\n\r\n".encode())
+            deadline = time.monotonic() + 60
+            while len(asked) < keeper.READ_THREADS:
+                assert time.monotonic() < deadline
+                time.sleep(0.01)
+            began = asking.post(f"{house.url}/v1/videos", json={"prompt": "a dog", "size": "96x64"})
+            assert began.status_code == 200
+            with Client(house.url) as client:
+                client.wait(began.json()["id"], timeout=60)
+            assert asking.get(f"{house.url}/v1/videos/{near}/content").content == CLIP
+            assert not back.is_set()
+            back.set()
+            assert lines[0].makefile("rb").read().endswith(CLIP)
+    finally:
+        back.set()
+        house.close()

@@ -6,6 +6,7 @@ import asyncio
 import io
 import math
 from collections import OrderedDict
+from collections.abc import Awaitable, Callable
 from pathlib import Path
 from typing import Final, Literal, TypeAlias, assert_never
 
@@ -56,14 +57,6 @@ def derive(path: Path, what: Derivation) -> bytes:
         raise StorageFailed(f"{path.name} cannot be decoded: {reason}") from error
 
 
-def _derive(file: StoredFile, what: Derivation) -> bytes:
-    try:
-        path = file.fetch()
-    except FileNotFoundError as error:
-        raise NotFound(f"{file.name} is no longer in the store") from error
-    return derive(path, what)
-
-
 def _middle(container: InputContainer) -> VideoFrame:
     stream = container.streams.video[0]
     target = (stream.start_time or 0) + (stream.duration or 0) // 2
@@ -108,17 +101,23 @@ def _encode(picture: Image.Image, kind: str) -> bytes:
 class Derived:
     """Makes one thing at a time, so that a crowd of readers cannot take the machine from the router."""
 
-    def __init__(self) -> None:
+    def __init__(self, fetch: Callable[[StoredFile], Awaitable[Path]]) -> None:
+        self._fetch = fetch
         self._made: OrderedDict[tuple[str, Derivation], bytes] = OrderedDict()
         self._turn = asyncio.Lock()
 
     async def get(self, file: StoredFile, what: Derivation) -> bytes:
         """The bytes of ``what`` made of ``file``; raises as `derive` does."""
         key = (file.name, what)
+        if key not in self._made:
+            try:
+                await self._fetch(file)  # before its turn, for which nobody waits because of a store that hangs
+            except FileNotFoundError as error:
+                raise NotFound(f"{file.name} is no longer in the store") from error
         async with self._turn:
             data = self._made.pop(key, None)
             if data is None:
-                data = await to_thread.run_sync(_derive, file, what)
+                data = await to_thread.run_sync(derive, file.path, what)
             self._made[key] = data
             while sum(map(len, self._made.values())) > REMEMBERED_BYTES:
                 self._made.popitem(last=False)

@@ -38,12 +38,13 @@ def check_range(header: str, size: int) -> bool:
 
 
 async def media_response(
-    request: Request, file: StoredFile, disposition: Literal["attachment", "inline"]
+    request: Request, service: DiffusionService, file: StoredFile, disposition: Literal["attachment", "inline"]
 ) -> FileResponse:
-    """The file as a response to ``request``; raises `NotFound` when it is gone from the store."""
-    status = await to_thread.run_sync(_stat, file)
-    if status is None:
-        raise NotFound(f"{file.name} is no longer in the store")
+    """The file as a response to ``request``; raises `NotFound` when it is gone from the store, and `StorageFailed`."""
+    try:
+        status = await to_thread.run_sync(os.stat, await service.fetch(file))
+    except FileNotFoundError as error:
+        raise NotFound(f"{file.name} is no longer in the store") from error
     header = request.headers.get("range")
     if header is not None and not check_range(header, status.st_size):
         request.scope["headers"] = [pair for pair in request.scope["headers"] if pair[0] != b"range"]
@@ -55,13 +56,6 @@ async def media_response(
         content_disposition_type=disposition,
         headers={"x-content-type-options": "nosniff"},
     )
-
-
-def _stat(file: StoredFile) -> os.stat_result | None:
-    try:
-        return file.fetch().stat()
-    except FileNotFoundError:
-        return None
 
 
 class Files:
@@ -96,12 +90,12 @@ class Files:
 
     async def get(self, request: Request, name: str) -> FileResponse:
         """A finished file by its name in the store."""
-        return await media_response(request, await self._find(name), "inline")
+        return await media_response(request, self._service, await self._find(name), "inline")
 
     async def download(self, request: Request, name: str) -> FileResponse:
         """A finished file by either name; nothing else that lies in the output folder can be had."""
         file = self._service.saved.find(name) or await self._find(name)
-        return await media_response(request, file, "attachment")
+        return await media_response(request, self._service, file, "attachment")
 
     async def _find(self, name: str) -> StoredFile:
         found = _NAME.fullmatch(name)

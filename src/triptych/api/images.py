@@ -115,8 +115,8 @@ class ImageRoutes:
                 if order.response_format == "url":
                     url = f"{request.base_url}v1/files/{file.name}"
                 else:
-                    data = await to_thread.run_sync(lambda file=file: file.fetch().read_bytes())
-                    pixels = base64.b64encode(data).decode()
+                    path = await self._service.fetch(file)
+                    pixels = await to_thread.run_sync(lambda path=path: base64.b64encode(path.read_bytes()).decode())
                 found.append(ImageData(url=url, b64_json=pixels, revised_prompt=None, seed=seed))
         return found
 

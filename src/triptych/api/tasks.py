@@ -108,7 +108,7 @@ class Tasks:
         finally:
             place.leave()
         await self._context.service.saved.ensure(record.id)
-        return await media_response(request, ended[0].files[0], "inline")
+        return await media_response(request, self._context.service, ended[0].files[0], "inline")
 
     async def all(self) -> dict[str, TaskStatus]:
         """Every remembered task, the newest thousand of each kind."""
@@ -120,7 +120,7 @@ class Tasks:
 
     async def result(self, request: Request, task_id: str) -> FileResponse:
         """The finished file, the first if there are several, whole or in byte ranges."""
-        return await media_response(request, (await self._made(task_id)).files[0], "attachment")
+        return await media_response(request, self._context.service, (await self._made(task_id)).files[0], "attachment")
 
     async def files(self, task_id: str) -> TaskFiles:
         """Where everything lies that the task made: several images, or the layers of one."""

@@ -38,7 +38,7 @@ class Videos:
         self._service = context.service
         self._desk = context.desk
         self._events = context.events
-        self._derived = Derived()
+        self._derived = Derived(context.service.fetch)
         self._kept = context.config.retained_seconds
 
     def add_to(self, app: FastAPI) -> None:
@@ -168,7 +168,7 @@ class Videos:
             raise NotFound(f"index={index}: job {record.id} made {len(record.files)}, counted from 0")
         file = record.files[index]
         if variant == "video":
-            return await media_response(request, file, "attachment")
+            return await media_response(request, self._service, file, "attachment")
         name = f"{Path(file.name).stem}-{variant}{SUFFIX[variant]}"
         headers = {"content-disposition": f'inline; filename="{name}"', "x-content-type-options": "nosniff"}
         return Response(await self._derived.get(file, variant), media_type=MIME[variant], headers=headers)

@@ -8,6 +8,7 @@ import logging
 import time
 from collections.abc import Awaitable, Callable, Coroutine, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 from typing import Any, ParamSpec, TypeVar
 
 from triptych.config import ServerConfig
@@ -29,6 +30,11 @@ log = logging.getLogger(__name__)
 
 STORE_THREADS = 4
 """Media files written at the same time."""
+READ_THREADS = 16
+"""Media files brought from a remote store, or looked for there, at the same time, by threads of their own: a store that
+hangs stops who asks for its files, and nobody else."""
+READ_SECONDS = 600.0
+"""How long bringing a file may take."""
 
 P = ParamSpec("P")
 T = TypeVar("T")
@@ -45,9 +51,10 @@ class Keeper:
         self._archive: Archive = NoArchive() if config.state_dir is None else DiskArchive(config.state_dir)
         self._mint = IdMint()
         self._threads = ThreadPoolExecutor(STORE_THREADS, thread_name_prefix="media-store")
+        self._readers = ThreadPoolExecutor(READ_THREADS, thread_name_prefix="media-read")
         self._background: set[asyncio.Task[Any]] = set()
         self.records = Records(config.retained_jobs, self._forget, retained_bytes=config.retained_bytes)
-        self.saved = SavedFiles(self.records, config.output_dir, config.state_dir, self.note)
+        self.saved = SavedFiles(self.records, config.output_dir, config.state_dir, self.note, self.fetch)
         self.keys = Keys()
         self._storing: set[RequestId] = set()
         self._disposal = Disposal(
@@ -87,7 +94,8 @@ class Keeper:
             task.cancel()
         closing = asyncio.ensure_future(asyncio.to_thread(self._archive.close))
         await asyncio.wait((closing,), timeout=seconds)
-        self._threads.shutdown(wait=False, cancel_futures=True)
+        for threads in (self._threads, self._readers):
+            threads.shutdown(wait=False, cancel_futures=True)
         if closing.done():
             closing.result()
         else:
@@ -161,7 +169,22 @@ class Keeper:
         """A file of a job of another server that uses the same media store. Raises `StorageFailed`."""
         if self._disposal.condemned(request) or request in self._storing:  # a job of ours that was deleted
             return None
-        return await asyncio.to_thread(self._media.find, name)  # not by the threads that store what is finished
+        return await self._read(self._media.find, name)
+
+    async def fetch(self, file: StoredFile) -> Path:
+        """Where a file lies on this machine, once it does. Raises `FileNotFoundError` or `StorageFailed`."""
+        if file.source is not None and not await asyncio.to_thread(file.source.has, file.name):
+            await self._read(file.source.fetch, file.name)
+        return file.path
+
+    async def _read(self, call: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
+        work = functools.partial(call, *args, **kwargs)
+        try:
+            return await asyncio.wait_for(
+                asyncio.get_running_loop().run_in_executor(self._readers, work), timeout=READ_SECONDS
+            )
+        except TimeoutError as error:
+            raise StorageFailed(f"the media store has not answered within {READ_SECONDS:g} seconds") from error
 
     async def _store(self, request: RequestId, files: Sequence[tuple[MediaFile, bytes]]) -> None:
         stored = await self.in_thread(self._media.store, request, files)

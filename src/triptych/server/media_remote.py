@@ -114,6 +114,15 @@ class RemoteMedia:
             source=self,
         )
 
+    def has(self, name: str) -> bool:
+        """See `Source.has`."""
+        try:
+            nbytes = self._local.path(name).stat().st_size
+        except FileNotFoundError:
+            return False
+        self._keep(name, nbytes)
+        return True
+
     def fetch(self, name: str) -> None:
         """Have the file of that name on the local disk. Raises `FileNotFoundError` or `StorageFailed`."""
         path = self._local.path(name)

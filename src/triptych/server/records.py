@@ -30,6 +30,10 @@ _INDEXED: Final = (TASK_ID, SAVE_PATH)
 class Source(Protocol):
     """Brings files of a remote store to the local disk."""
 
+    def has(self, name: str) -> bool:
+        """Whether it lies there already; that counts as a use of it. Blocking, but never on the store."""
+        ...
+
     def fetch(self, name: str) -> None:
         """Have the file of that name at its path. Blocking. Raises `FileNotFoundError` or `StorageFailed`."""
         ...

@@ -7,7 +7,8 @@ import logging
 import os
 import re
 import shutil
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable
+from contextlib import suppress
 from pathlib import Path, PurePosixPath
 from typing import Final
 
@@ -32,12 +33,20 @@ class SavedFiles:
     stays when its job is forgotten: who asks for a path wants to keep what is there.
     """
 
-    def __init__(self, records: Records, root: Path, state: Path | None, note: Callable[[Saved], None]) -> None:
+    def __init__(
+        self,
+        records: Records,
+        root: Path,
+        state: Path | None,
+        note: Callable[[Saved], None],
+        fetch: Callable[[StoredFile], Awaitable[Path]],
+    ) -> None:
         self._records = records
         self._root = root
         self._state = state
         """The server's own records, which may lie in ``root`` and are nobody's to write."""
         self._note = note
+        self._fetch = fetch
         self._turn = asyncio.Lock()
 
     def check(self, path: str) -> None:
@@ -65,6 +74,9 @@ class SavedFiles:
             return ""
         if not self.due(entry):
             return entry.saved or ""
+        with suppress(OSError):  # saving it says so
+            for file in entry.files:
+                await self._fetch(file)  # before its turn: a store that hangs holds up nobody else's files
         async with self._turn:
             if entry.saved is None:
                 entry.saved = await self._save(entry)

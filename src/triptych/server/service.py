@@ -7,6 +7,7 @@ import functools
 import secrets
 import time
 from collections.abc import AsyncIterator, Mapping, Sequence
+from pathlib import Path
 from typing import Any, Literal
 
 from prometheus_client import CollectorRegistry
@@ -200,6 +201,10 @@ class DiffusionService:
         """A file of a job that this server does not know, from a media store that it shares with the one that does;
         None when there is none. Raises `StorageFailed`."""
         return await self._keeper.find(id, name)
+
+    async def fetch(self, file: StoredFile) -> Path:
+        """Where a file lies on this machine, once it does. Raises `FileNotFoundError` or `StorageFailed`."""
+        return await self._keeper.fetch(file)
 
     def named(self, name: str) -> JobRecord | None:
         """The newest job to which its client gave that name (`TASK_ID`); None when there is none."""
@@ -414,7 +419,7 @@ class DiffusionService:
 
     async def _resolve(self) -> None:
         try:
-            await self._keeper.in_thread(self._addresses.resolve)
+            await asyncio.to_thread(self._addresses.resolve)
         finally:
             self._resolving = False
 
