@@ -28,6 +28,7 @@ def test_a_key_becomes_its_digest_at_once() -> None:
 def test_keys_come_from_a_file_too(tmp_path: Path) -> None:
     file = tmp_path / "keys"
     file.write_text(f"# of the studio\n\n  {KEY}  \n{DIGEST}\n")
+    file.chmod(0o640)  # as orchestrators mount secrets
     config = ServerArgs.from_kwargs(api_key="another-key", api_key_file=file).server_config()
     assert config.api_keys[1:] == (DIGEST, DIGEST)
     assert len(config.api_keys) == 3
@@ -39,6 +40,16 @@ def test_a_file_without_a_good_key_is_refused(tmp_path: Path, text: str) -> None
     file.write_text(text)
     with pytest.raises(ConfigError, match="--api-key-file"):
         ServerArgs.from_kwargs(api_key_file=file).server_config()
+
+
+def test_a_file_of_keys_that_everybody_can_read_is_refused_but_not_one_of_digests(tmp_path: Path) -> None:
+    file = tmp_path / "keys"
+    file.write_text(f"{DIGEST}\n{KEY}\n")
+    file.chmod(0o644)
+    with pytest.raises(ConfigError, match=r"can be read by every user of this machine; chmod 600"):
+        ServerArgs.from_kwargs(api_key_file=file).server_config()
+    file.write_text(f"{DIGEST}\n")
+    assert ServerArgs.from_kwargs(api_key_file=file).server_config().api_keys == (DIGEST,)
 
 
 def test_a_file_that_is_not_there_is_named(tmp_path: Path) -> None:

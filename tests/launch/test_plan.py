@@ -80,6 +80,7 @@ def test_a_server_reachable_by_all_is_reached_on_this_machine_by_its_loopback() 
 def keys(folder: Path) -> Path:
     file = folder / "keys"
     file.write_text("a-secret-key\n")
+    file.chmod(0o600)
     return file
 
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import os
 import re
 from collections.abc import Callable, Iterable
 from pathlib import Path
@@ -22,6 +23,9 @@ Reader: TypeAlias = Callable[[str, object], Any]
 """Reads one value, a string from the command line or a Python value; the first argument is the flag for errors."""
 
 Scalar: TypeAlias = bool | int | float | str
+
+OTHERS = 0o007
+"""Rights of users who neither own a file nor are in its group."""
 
 _SIZE = re.compile(r"(\d+)\s*(|B|KiB|MiB|GiB|TiB)")
 _KEY = re.compile(r"[!-~]{8,512}")
@@ -261,14 +265,23 @@ def read_keys(flag: str, value: object) -> tuple[str, ...]:
 
 
 def read_key_file(flag: str, path: str) -> tuple[str, ...]:
-    """The keys in a file, one on each line; empty lines and those that begin with # are passed over."""
+    """The keys in a file, one on each line; empty lines and those that begin with # are passed over.
+
+    A file that every user of the machine can read is refused, as of a control key, unless it has digests alone.
+    """
     try:
-        lines = [line.strip() for line in Path(path).read_text().splitlines()]
+        with Path(path).open() as file:
+            mode = os.fstat(file.fileno()).st_mode
+            lines = [line.strip() for line in file.read().splitlines()]
     except (OSError, UnicodeDecodeError) as error:
         raise ConfigError(f"{flag} {path!r}: cannot be read: {error}") from error
     keys = [line for line in lines if line and not line.startswith("#")]
     if not keys:
         raise ConfigError(f"{flag} {path!r}: has no key in it")
+    if mode & OTHERS and not all(key.startswith(KEY_PREFIX) for key in keys):
+        raise ConfigError(
+            f"{flag} {path!r}: can be read by every user of this machine; chmod 600 it, or keep digests there"
+        )
     return read_keys(flag, keys)
 
 

@@ -35,6 +35,7 @@ from triptych.core.journal import (
 )
 from triptych.errors import ConfigError, StorageFailed, StorageFull, TriptychError
 from triptych.ids import RequestId
+from triptych.server.private import close_to_others, make_folder
 
 log = logging.getLogger(__name__)
 
@@ -56,6 +57,8 @@ _TRIM = f"DELETE FROM entries WHERE request = ? AND slot >= {TRANSIENT_SLOT}"
 _DISPLACE = "DELETE FROM entries WHERE request = ? AND slot = ?"
 _PURGE = "DELETE FROM entries WHERE request = ?"
 _ORPHANS = "DELETE FROM entries WHERE request NOT IN (SELECT request FROM entries WHERE slot = 0)"
+
+NAME = "journal.sqlite3"
 
 _decoder = msgspec.msgpack.Decoder(JournalEntry)
 _encoder = msgspec.msgpack.Encoder()
@@ -141,15 +144,18 @@ class Journal:
         folder or the database cannot be used.
         """
         try:
-            self._folder.mkdir(parents=True, exist_ok=True)
-            self._lock = os.open(self._folder / "lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
+            make_folder(self._folder)
+            self._lock = os.open(self._folder / "lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+            # The files that SQLite makes beside it have its mode.
+            os.close(os.open(self._folder / NAME, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600))
+            close_to_others(*(self._folder / name for name in ("lock", NAME, f"{NAME}-wal", f"{NAME}-shm")))
         except OSError as error:
             raise StorageFailed("the state folder cannot be used", detail=f"{self._folder}: {error}") from error
         try:
             fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError as error:
             raise ConfigError(f"--state-dir {self._folder} is in use by another server; give each its own") from error
-        path = self._folder / "journal.sqlite3"
+        path = self._folder / NAME
         try:
             database = sqlite3.connect(path, isolation_level=None, check_same_thread=False)
             self._database = database

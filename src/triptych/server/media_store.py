@@ -18,6 +18,7 @@ import xxhash
 
 from triptych.errors import StorageFailed, StorageFull
 from triptych.ids import RequestId
+from triptych.server.private import make_folder
 from triptych.server.records import StoredFile
 from triptych.server.uploads import NO_ROOM, sync_folder
 from triptych.wire.messages import MediaFile
@@ -70,7 +71,7 @@ class LocalMedia:
     def open(self) -> None:
         """Make the folder, and clear away what a killed server left half written. Raises `StorageFailed`."""
         try:
-            self.root.mkdir(parents=True, exist_ok=True)
+            make_folder(self.root)
             for part in self.root.glob(f".*{_PART}"):
                 part.unlink(missing_ok=True)
         except OSError as error:

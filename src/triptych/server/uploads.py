@@ -12,6 +12,7 @@ import msgspec
 
 from triptych.errors import StorageFailed, StorageFull
 from triptych.ids import RequestId
+from triptych.server.private import close_to_others, make_folder, open_private
 
 _SUFFIX = ".images"
 _decoder = msgspec.msgpack.Decoder(tuple[bytes, ...])
@@ -29,7 +30,8 @@ class Uploads:
     def open(self) -> None:
         """Make the folder. Raises `StorageFailed`."""
         try:
-            self._folder.mkdir(parents=True, exist_ok=True)
+            make_folder(self._folder)
+            close_to_others(self._folder)
         except OSError as error:
             raise StorageFailed("the state folder cannot be used", detail=f"{self._folder}: {error}") from error
 
@@ -38,7 +40,7 @@ class Uploads:
         path = self._path(request)
         part = path.with_suffix(".part")
         try:
-            with part.open("wb") as target:
+            with open_private(part) as target:
                 target.write(msgspec.msgpack.encode(tuple(images)))
                 target.flush()
                 os.fsync(target.fileno())
