@@ -97,6 +97,23 @@ def test_local_copies_are_bounded_and_come_back_when_asked_for(store: RemoteMedi
     assert cached(tmp_path) == {films[0].name, films[3].name}
 
 
+def test_local_copies_of_an_earlier_life_are_bounded_too(store: RemoteMedia, url: str, tmp_path: Path) -> None:
+    """Symptom: after each restart another gigabyte of other servers' files stayed on the disk."""
+    mint = IdMint()
+    films = [store.store(mint("video"), [media(b"%d" % i * 8)])[0] for i in range(3)]
+    saved = tmp_path / "other" / "kept.mp4"
+    for _ in range(2):
+        other = RemoteMedia(url, tmp_path / "other", cache_bytes=20)
+        other.open()
+        saved.write_bytes(b"what a client asked for" * 10)
+        for film in films:
+            other.fetch(film.name)
+            found = {path.name for path in (tmp_path / "other").iterdir()}
+            assert film.name in found
+            assert len(found) <= 3
+    assert saved.exists()
+
+
 def test_another_server_with_an_empty_disk_serves_what_is_there(store: RemoteMedia, url: str, tmp_path: Path) -> None:
     (film,) = store.store(IdMint()("video"), [media(b"film")])
     other = RemoteMedia(url, tmp_path / "other")

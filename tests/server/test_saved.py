@@ -66,3 +66,13 @@ async def test_nothing_is_noted_of_a_job_that_is_deleted(estate: Estate) -> None
 )
 def test_files_behind_the_first_have_a_number(path: str, index: int, place: str) -> None:
     assert place_of(path, index) == place
+
+
+async def test_a_file_that_is_saved_once_more_leaves_nothing_beside_it(estate: Estate) -> None:
+    """Symptom: after a kill between saving and noting it, a second link stayed in the folder and pinned the bytes."""
+    job = await estate.submit(metadata={SAVE_PATH: "shelf/film.mp4"})
+    await estate.end(job.id)
+    assert await estate.service.saved.ensure(job.id) == ""
+    estate.service._records.get(job.id).saved = None
+    assert await estate.service.saved.ensure(job.id) == ""
+    assert [path.name for path in (estate.outputs / "shelf").iterdir()] == ["film.mp4"]

@@ -16,7 +16,7 @@ from triptych.config import MIB
 from triptych.config.secrets import without_secrets
 from triptych.errors import ConfigError, StorageFailed
 from triptych.ids import RequestId
-from triptych.server.media_store import LocalMedia
+from triptych.server.media_store import STORE_NAME, LocalMedia
 from triptych.server.records import StoredFile
 from triptych.wire.messages import MediaFile
 
@@ -52,6 +52,7 @@ class RemoteMedia:
     def open(self) -> None:
         """Reach the store and try that it can be written. Raises `ConfigError` or `StorageFailed`."""
         self._local.open()
+        self._find_copies()
         try:
             fsspec: Any = importlib.import_module("fsspec")
             self._system, self._root = fsspec.core.url_to_fs(self._url)
@@ -64,6 +65,13 @@ class RemoteMedia:
         self._remotely("cannot be written", lambda: self._system.makedirs(self._root, exist_ok=True))
         self._remotely("cannot be written", lambda: self._system.pipe_file(probe, b"probe"))
         self._remotely("cannot be deleted from", lambda: self._system.rm_file(probe))
+
+    def _find_copies(self) -> None:
+        """Take the local copies of earlier lives into the books, of other servers' files and of forgotten jobs too."""
+        copies = [path for path in self._local.root.iterdir() if STORE_NAME.fullmatch(path.name) and path.is_file()]
+        sizes = {path: path.stat() for path in copies}
+        for path in sorted(copies, key=lambda path: sizes[path].st_atime):
+            self._keep(path.name, sizes[path].st_size)
 
     def check_room(self) -> None:
         """Raise `StorageFull` while what did not fit on the local disk still would not; remote room is not known."""

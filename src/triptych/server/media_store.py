@@ -25,6 +25,8 @@ from triptych.wire.messages import MediaFile
 
 _SUFFIX = re.compile(r"\.[a-z0-9]{1,8}")
 _REQUEST = re.compile(r"(video|image)_[0-9a-f]{32}")
+STORE_NAME = re.compile(r"(?:video|image)_[0-9a-f]{32}(?:-\d+)?\.[a-z0-9]{1,8}")
+"""Names of files in a store."""
 _PART = ".part"
 
 

@@ -120,6 +120,7 @@ class SavedFiles:
         except OSError:  # a file system without links, or another one
             shutil.copyfile(file.path, part)
         part.replace(target)
+        part.unlink(missing_ok=True)  # still there where the target was a link to the same file already
 
 
 def place_of(path: str, index: int) -> str:
