@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
+from msgspec.structs import asdict
 from prometheus_client import generate_latest
 from prometheus_client.parser import text_string_to_metric_families
 
-from tests.server.house import House
+from tests.server.house import House, until
 from triptych.config import ServerConfig
 from triptych.config.durations import BUCKETS
 from triptych.core.events import JobState, StageTiming
+from triptych.core.instance_events import Usage
 from triptych.ids import ROLES, InstanceId, Role
 from triptych.server.metrics import Gauges, Metrics
 from triptych.server.service import DiffusionService
-from triptych.wire.messages import ErrorInfo, Lease, StageFailed
+from triptych.wire.messages import Counts, ErrorInfo, Lease, StageFailed
 
 
 def samples(service: DiffusionService) -> dict[tuple[str, tuple[tuple[str, str], ...]], float]:
@@ -51,6 +53,25 @@ async def test_numbers_are_those_of_the_requests(house: House) -> None:
     assert now["triptych_stage_seconds_count", (("role", "decoder"),)] == 5
     assert now["triptych_handoff_seconds_count", (("plane", "local"),)] == 10
     assert all(now["triptych_instance_up", (("instance_id", p.instance),)] == 1 for p in house.puppets)
+
+
+async def test_what_models_did_comes_with_the_heartbeats_of_each_instance(house: House) -> None:
+    puppet, idle = house.add(), house.add()
+    await house.instances(2)
+    counts = Counts(
+        compilations=3, compile_seconds=4.5, uncompiled=5, prompt_hits=6, prompt_misses=7, steps_skipped=8, turnovers=9,
+        turnover_seconds=10.5,
+    )  # fmt: skip
+    did = asdict(counts)
+    assert len(set(did.values()) - {0}) == len(did), "each its own number"
+    puppet.post(Usage(pool_used=0, resident_bytes=0, device_bytes=0, counts=counts))
+
+    def counted(instance: str) -> dict[str, float | None]:
+        now = samples(house.service)
+        return {name: now.get((f"triptych_{name}_total", (("instance_id", instance),))) for name in did}
+
+    await until(lambda: counted(puppet.instance) == did, "the counts of its models")
+    assert set(counted(idle.instance).values()) == {0}
 
 
 async def test_an_instance_in_quarantine_shows(house: House) -> None:
