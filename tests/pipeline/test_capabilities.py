@@ -16,6 +16,7 @@ from triptych.pipeline.capabilities import (
     capabilities,
     capability_of,
     markdown,
+    model_capability,
     model_parts,
     parts_table,
     table,
@@ -125,6 +126,20 @@ def test_the_classes_marked_as_tested_are_those_that_tests_build(built: Callable
     compared = ALL.keys() - {"helios_pyramid"}
     classes = {json.loads((built(family) / "model_index.json").read_text())["_class_name"] for family in compared}
     assert classes | {kind for _, kind, *_ in EDITS.values()} | set(WITH_PICTURE.values()) | VISION == TESTED
+
+
+@pytest.mark.parametrize(
+    ("family", "ways"),
+    [
+        ("wan22_t2v", "cfg ulysses ring tp encoder-tp decoder-tp"),
+        ("wan22_ti2v", "ulysses ring tp"),  # replayed, with another VAE
+        ("flux2_klein", "ulysses ring"),  # distilled
+    ],
+)
+def test_what_gpus_share_of_one_model_is_read_off_its_folder(
+    family: str, ways: str, built: Callable[[str], Path]
+) -> None:
+    assert " ".join(model_capability(str(built(family))).ways) == ways
 
 
 def test_the_parts_of_a_modular_model(built: Callable[[str], Path]) -> None:

@@ -9,12 +9,15 @@ import ast
 import functools
 import importlib
 import importlib.util
+import json
 import warnings
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any, Literal
 
+from triptych.accel.wan_vae import supports_class
 from triptych.errors import ModelError
 from triptych.ids import ROLES, Role
 from triptych.pipeline.anatomy import anatomy_of
@@ -87,11 +90,22 @@ def capability_of(pipeline: str) -> Capability:
 
 
 def model_capability(model: str) -> Capability:
-    """What can be done with ``model``, as its index is read: a folder, a Hub id or an embedded name.
+    """What can be done with ``model``, as its index and its VAE's config are read: a folder, a Hub id or an embedded
+    name.
 
     Raises `ModelError` for a model that has no index.
     """
-    return _with_tasks(_capability(read_index(resolve_source(model))))
+    folder = resolve_source(model)
+    index = read_index(folder)
+    found = _with_tasks(_capability(index))
+    if any(_decodes_in_strips(folder / name, kind) for name, (_, kind) in index_components(index).items()):
+        return found
+    return replace(found, ways=tuple(way for way in found.ways if way != "decoder-tp"))
+
+
+def _decodes_in_strips(folder: Path, kind: str) -> bool:
+    config = folder / "config.json"
+    return supports_class(kind, SimpleNamespace(**json.loads(config.read_text()) if config.exists() else {}))
 
 
 def _with_tasks(found: Capability) -> Capability:
