@@ -134,6 +134,7 @@ def test_the_classes_marked_as_tested_are_those_that_tests_build(built: Callable
         ("wan22_t2v", "cfg ulysses ring tp encoder-tp decoder-tp"),
         ("wan22_ti2v", "ulysses ring tp"),  # replayed, with another VAE
         ("flux2_klein", "ulysses ring"),  # distilled
+        ("sd3_without_t5", "cfg"),
     ],
 )
 def test_what_gpus_share_of_one_model_is_read_off_its_folder(

@@ -17,6 +17,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, Literal
 
+from triptych.accel.parallel.text import PLANNED as TEXT_PLANNED
 from triptych.accel.wan_vae import supports_class
 from triptych.errors import ModelError
 from triptych.ids import ROLES, Role
@@ -90,7 +91,7 @@ def capability_of(pipeline: str) -> Capability:
 
 
 def model_capability(model: str) -> Capability:
-    """What can be done with ``model``, as its index and its VAE's config are read: a folder, a Hub id or an embedded
+    """What can be done with ``model``, as its index and configs are read: a folder, a Hub id or an embedded
     name.
 
     Raises `ModelError` for a model that has no index.
@@ -98,9 +99,13 @@ def model_capability(model: str) -> Capability:
     folder = resolve_source(model)
     index = read_index(folder)
     found = _with_tasks(_capability(index))
-    if any(_decodes_in_strips(folder / name, kind) for name, (_, kind) in index_components(index).items()):
-        return found
-    return replace(found, ways=tuple(way for way in found.ways if way != "decoder-tp"))
+    kinds = {name: kind for name, (_, kind) in index_components(index).items()}
+    lacks: set[Way] = set()
+    if not any(kind in TEXT_PLANNED for kind in kinds.values()):
+        lacks.add("encoder-tp")
+    if not any(_decodes_in_strips(folder / name, kind) for name, kind in kinds.items()):
+        lacks.add("decoder-tp")
+    return replace(found, ways=tuple(way for way in found.ways if way not in lacks))
 
 
 def _decodes_in_strips(folder: Path, kind: str) -> bool:

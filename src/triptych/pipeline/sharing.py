@@ -98,6 +98,8 @@ class TextSharing:
         for name in self._names:
             if (heads := components[name].config.num_heads) % team.size:
                 raise ConfigError(f"encoder-tp={team.size}: must divide the {heads} attention heads of {name}")
+            if (wide := components[name].config.d_ff) % team.size:
+                raise ConfigError(f"encoder-tp={team.size}: must divide the {wide} features of {name}'s wide layers")
 
     def share(self, loaded: Mapping[str, Any]) -> tuple[str, ...]:
         """Keep this rank's part of the loaded encoders; what changes results by it, for the fingerprint."""
@@ -137,6 +139,7 @@ def _is_denoiser(component: Any) -> bool:
 
 def _traits(models: list[Any], *, guided: bool) -> Traits:
     heads = [getattr(model.config, "num_attention_heads", None) for model in models]
+    wide = [getattr(model.config, "ffn_dim", None) or 0 for model in models]
     numbers = [n for n in heads if isinstance(n, int)]
     names = [str(model.config.get("_class_name")) for model in models]
     ways = [ways_of(name, model._cp_plan) for name, model in zip(names, models, strict=True)]
@@ -146,5 +149,6 @@ def _traits(models: list[Any], *, guided: bool) -> Traits:
         guided=guided,
         sequence_plan=all("ulysses" in own for own in ways),
         masked=any("ring" not in own for own in ways),
+        wide=math.gcd(*wide),
         tensor_plan=all(name in PLANNED for name in names),
     )

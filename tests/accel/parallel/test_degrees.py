@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 
 from triptych.accel.parallel.degrees import Degrees, Layout, Traits, resolve
@@ -58,6 +60,12 @@ def test_ranks_share_branches_first_and_then_tokens(
         (WAN, 3, Parallelism(cfg=2), "must divide it"),
         (FLUX, 2, Parallelism(tp=2), "no plan for how to spread the weights of Flux"),
         (WAN, 5, Parallelism(tp=5), "must divide the 12 attention heads"),
+        (
+            replace(WAN, wide=10),
+            4,
+            Parallelism(tp=4),
+            "must divide the 10 features of WanTransformer3DModel's wide layers",
+        ),
         (WAN, 24, Parallelism(tp=4, sp=6), "must divide the 3 attention heads"),
         (WAN, 12, Parallelism(sp=12, ulysses=3, ring=2), "denoiser-ulysses x denoiser-ring = 3 x 2"),
     ],

@@ -24,6 +24,8 @@ class Traits:
     """Whether its attention always has masks, which cannot go around a ring."""
     tensor_plan: bool = False
     """Whether it is known how to spread its weights."""
+    wide: int = 0
+    """Features of the wide layers of its blocks; 0 where the config does not say."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -96,6 +98,10 @@ def _with_shared_weights(wish: Parallelism, ranks: int, traits: Traits) -> Degre
         raise ConfigError(f"denoiser-tp={wish.tp}: there is no plan for how to spread the weights of {traits.name}")
     if traits.heads is None or traits.heads % wish.tp:
         raise ConfigError(f"denoiser-tp={wish.tp}: must divide the {traits.heads} attention heads of {traits.name}")
+    if traits.wide % wish.tp:
+        raise ConfigError(
+            f"denoiser-tp={wish.tp}: must divide the {traits.wide} features of {traits.name}'s wide layers"
+        )
     group = replace(traits, heads=traits.heads // wish.tp, tensor_plan=False)
     return replace(resolve(replace(wish, tp=1), ranks // wish.tp, group), tp=wish.tp)
 
