@@ -67,6 +67,7 @@ SERVE_OPTIONS = {
     "--output-dir": "outputs",
     "--media-store": None,
     "--state-dir": None,
+    "--forwarded-allow-ips": None,
     "--max-live-requests": 1000,
     "--max-upload-memory": 2 << 30,
     "--max-queue": None,

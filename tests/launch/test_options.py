@@ -134,3 +134,15 @@ def test_an_adapter_has_a_file_or_two_and_a_scale(said: str, files: tuple[str, .
 def test_the_help_names_every_attention_backend() -> None:
     said = re.findall(r"[\w-]+", BY_NAME["attention_backend"].help)
     assert {"auto", *EXACT, *LOSSY} <= set(said)
+
+
+def test_proxies_are_named_by_address_or_network() -> None:
+    config = ServerArgs.from_kwargs(forwarded_allow_ips="10.0.0.0/8, ::1").server_config()
+    assert config.forwarded_allow_ips == "10.0.0.0/8,::1"
+    assert (
+        ServerArgs.from_kwargs(forwarded_allow_ips=["10.0.0.1", "fd00::/8"]).forwarded_allow_ips == "10.0.0.1,fd00::/8"
+    )
+    assert ServerArgs.from_kwargs(forwarded_allow_ips="*").forwarded_allow_ips == "*"
+    for wrong in ("proxy.example", "10.0.0.1/8", "*,::1", ""):
+        with pytest.raises(ConfigError, match="--forwarded-allow-ips"):
+            ServerArgs.from_kwargs(forwarded_allow_ips=wrong)

@@ -28,14 +28,16 @@ SHUTDOWN_SECONDS = 5
 """How long open connections may take to end once the server was asked to stop."""
 
 
-def http_settings(app: ASGIApp) -> uvicorn.Config:
-    """How uvicorn serves ``app``."""
+def http_settings(app: ASGIApp, proxies: str | None = None) -> uvicorn.Config:
+    """How uvicorn serves ``app``. ``proxies``: addresses and networks whose X-Forwarded headers are believed, with
+    commas between, ``*`` for all; None: those of the variable FORWARDED_ALLOW_IPS, or loopback."""
     return uvicorn.Config(
         app,
         http=Connection,
         ws="none",
         log_config=None,
         access_log=False,
+        forwarded_allow_ips=proxies,
         timeout_graceful_shutdown=SHUTDOWN_SECONDS,
         lifespan="on",
     )

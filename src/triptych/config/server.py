@@ -111,6 +111,9 @@ class ServerConfig:
     """Requests that one key may start in a minute; more are put off with 429."""
     input_root: Path | None = None
     """Folder from which requests may name pictures by path; None: by no path."""
+    forwarded_allow_ips: str | None = None
+    """Addresses and networks of proxies that say whence a request came (``--forwarded-allow-ips``), with commas
+    between; None: what the variable FORWARDED_ALLOW_IPS says, or loopback."""
     allow_image_urls: bool = False
     """Whether requests may name pictures by http(s) URL, which the server then fetches from the public internet."""
     key_dir: Path | None = None

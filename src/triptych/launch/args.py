@@ -107,6 +107,7 @@ class ServerArgs:
     max_concurrency_per_key: int | None = None
     max_rate_per_key: int | None = None
     input_root: str | None = None
+    forwarded_allow_ips: str | None = None
     allow_image_urls: bool = False
     retain_seconds: float | None = None
     retain_count: int = 10_000
@@ -197,6 +198,7 @@ class ServerArgs:
             max_concurrency_per_key=self.max_concurrency_per_key,
             max_rate_per_key=self.max_rate_per_key,
             input_root=None if self.input_root is None else Path(self.input_root),
+            forwarded_allow_ips=self.forwarded_allow_ips,
             allow_image_urls=self.allow_image_urls,
             retained_seconds=self.retain_seconds,
             retained_jobs=self.retain_count,

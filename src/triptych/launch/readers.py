@@ -7,6 +7,7 @@ takes that back unchanged. What it cannot read is a `ConfigError` that names the
 from __future__ import annotations
 
 import hashlib
+import ipaddress
 import json
 import os
 import re
@@ -73,6 +74,19 @@ def read_ports(flag: str, value: object) -> tuple[int, ...]:
     if len(parts) != 3:
         raise refuse(flag, value, "three ports: ENCODER,TRANSFORMER,DECODER, e.g. 8002,8003,8006")
     return tuple(read_integer(flag, part.strip() if isinstance(part, str) else part) for part in parts)
+
+
+def read_proxies(flag: str, value: object) -> str:
+    """Addresses and networks with commas between, a sequence of them, or ``*``; the result is text."""
+    parts = value.split(",") if isinstance(value, str) else [str(part) for part in _sequence(flag, value)]
+    names = [part.strip() for part in parts]
+    try:
+        if names != ["*"]:
+            for name in names:
+                ipaddress.ip_network(name)
+    except ValueError as error:
+        raise refuse(flag, value, "IP addresses and networks with commas between, e.g. 10.0.0.0/8,::1, or *") from error
+    return ",".join(names)
 
 
 def read_share(flag: str, value: object) -> float:

@@ -75,7 +75,7 @@ async def _serve(config: ServerConfig, on_started: Callable[[], None] | None, le
     doors = [listen(config.host, port, flag) for port, flag in zip(config.http_ports, flags, strict=True)]
     service = DiffusionService(config)
     app = create_app(service, config, stopping=lambda: server.should_exit)
-    server = uvicorn.Server(http_settings(app))
+    server = uvicorn.Server(http_settings(app, config.forwarded_allow_ips))
 
     loop, asked = asyncio.get_running_loop(), asyncio.Event()
 
