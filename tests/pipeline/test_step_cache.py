@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -105,3 +107,34 @@ def test_the_fingerprint_tells_a_caching_denoiser_from_an_exact_one(cached: Trio
 def test_a_threshold_that_is_no_share_is_refused() -> None:
     with pytest.raises(ConfigError, match=r"step-cache=1\.5"):
         ModelConfig(path="tiny", step_cache=1.5)
+
+
+def test_of_a_model_with_two_streams_both_are_kept(checkpoint: Callable[[str], Path]) -> None:
+    """Qwen-Image's blocks give back the text and the picture, each of its own length."""
+    request = {"prompt": "a cat", "height": 32, "width": 48, "num_inference_steps": 10, "seed": 3}
+    made: list[torch.Tensor] = []
+    tally = Tally()
+    for threshold in (0.0, 0.4):
+        config = ModelConfig(path=str(checkpoint("qwen_t2i")), device="cpu", step_cache=threshold)
+        pipeline: Any = load_pipeline(config, ROLES, "cpu", tally)
+        made.append(denoised(Trio.of(dict.fromkeys(ROLES, pipeline)), request))
+    assert tally.steps_skipped > 0
+    error = float((made[1] - made[0]).norm() / made[0].norm())
+    assert 0 < error < 0.02
+
+
+@pytest.mark.parametrize(
+    ("family", "reason"),
+    [
+        ("flux", "FluxTransformer2DModel has 0 lists of blocks"),
+        ("ltx2", "LTX2VideoTransformer3DModel take other streams"),
+        ("z_image", "ZImageTransformer2DModel take other streams"),
+        ("sd3_without_t5", "StableDiffusion3ModularPipeline has no model whose blocks it knows"),
+    ],
+)
+def test_models_whose_blocks_it_cannot_pass_over_are_refused(
+    checkpoint: Callable[[str], Path], family: str, reason: str
+) -> None:
+    config = ModelConfig(path=str(checkpoint(family)), device="cpu", step_cache=0.1)
+    with pytest.raises(ConfigError, match=reason):
+        load_pipeline(config, (Role.DENOISER,), "cpu")

@@ -111,11 +111,11 @@ def test_prompts_are_encoded_together(trio: Trio, sizes: list[int]) -> None:
 WORDS = ("a cat", "a very large red circle in front of a blue wall, seen from far above")
 
 
-@pytest.mark.parametrize("family", ["z_image", "qwen_t2i"])
+@pytest.mark.parametrize("family", ["z_image", "qwen_t2i", "sd3_without_t5"])
 def test_prompts_of_any_length_share_a_forward(
     checkpoint: Callable[[str], Path], family: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Of models that do not pad the text, so that nearly every prompt has a length of its own."""
+    """Also of models that do not pad the text, so that nearly every prompt has a length of its own."""
     model = ModelConfig(path=str(checkpoint(family)), device="cpu", batching=True, prompt_cache_bytes=0)
     pipeline = load_pipeline(model, ROLES, "cpu")
     assert isinstance(pipeline, ModularRolePipeline)

@@ -113,6 +113,9 @@ def accelerate(
             qwen_dit.leave_out_masks(model)
         if batcher is not None:
             done.append(_batching(name, model, batcher))
+    if batcher is not None:  # which needs no blocks of a kind that is known
+        others = modules.keys() - denoisers.keys() - text_encoders.keys()
+        done += [_batching(name, modules[name], batcher) for name in sorted(others) if name.startswith("transformer")]
     for name, model in modules.items():
         if wan_vae.supports(model) and profile != "stock":
             done.append(_vae(name, model, device, dtype, tally))

@@ -45,7 +45,7 @@ class StepMemory:
 def install(model: nn.Module, name: str, threshold: float, memory: StepMemory, tally: Tally) -> None:
     """Give ``model``, called ``name`` in its pipeline, step caching in place; after compiling, if it is compiled.
 
-    Raises `ConfigError` for a model that does not run one list of equal blocks.
+    Raises `ConfigError` for a model that does not run one list of equal blocks, of a picture alone or of it and a text.
     """
     kinds: list[str] = getattr(model, "_repeated_blocks", None) or []
     lists = [
@@ -56,6 +56,11 @@ def install(model: nn.Module, name: str, threshold: float, memory: StepMemory, t
     if len(lists) != 1:
         raise ConfigError(f"step-cache={threshold}: {type(model).__name__} has {len(lists)} lists of blocks, not one")
     blocks = lists[0]
+    taken = {name for name in inspect.signature(blocks[0].forward).parameters if name.endswith("hidden_states")}
+    if "hidden_states" not in taken or taken - {"hidden_states", "encoder_hidden_states"}:
+        raise ConfigError(
+            f"step-cache={threshold}: the blocks of {type(model).__name__} take other streams than it knows"
+        )
     cache = _Forward(name=name, threshold=threshold, memory=memory, tally=tally, last=len(blocks) - 1)
     for index, block in enumerate(list(blocks)):
         blocks[index] = _Watched(block, index, cache)

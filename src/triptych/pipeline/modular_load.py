@@ -95,6 +95,8 @@ class _Plan:
             model, loaded, self._owners, loading.where, loading.dtype, loading.tally, clock.memory, self._batcher,
             loading.agree(),
         )  # fmt: skip
+        if model.step_cache and loading.serves(Role.DENOISER) and not clock.memory.wanted:
+            raise ConfigError(f"step-cache={model.step_cache}: {self._kind} has no model whose blocks it knows")
         shared, parallel = self._shares.share(loaded)
         techniques += parallel
         if self._joined is not None:
