@@ -60,13 +60,17 @@ def _with_split_mask(function: Callable[..., Any]) -> Callable[..., Any]:
     def attend(query: Any, key: Any, value: Any, attn_mask: Any = None, *args: Any, **kwargs: Any) -> Any:
         parallel = kwargs.get("_parallel_config")
         config = None if parallel is None else parallel.context_parallel_config
-        if attn_mask is not None and config is not None and attn_mask.shape[1:2] == query.shape[2:3]:
+        if attn_mask is not None and config is not None and _has_heads(attn_mask, query.shape[2]):
             own = attn_mask.chunk(config.ulysses_degree, dim=1)[config._ulysses_local_rank]
             attn_mask = own.contiguous()
         return function(query, key, value, attn_mask, *args, **kwargs)
 
     setattr(attend, "splits_masks", True)  # noqa: B010  # a function's own attribute
     return attend
+
+
+def _has_heads(mask: torch.Tensor, heads: int) -> bool:
+    return mask.dim() == 4 and mask.shape[1] == heads
 
 
 def context(mesh: DeviceMesh, layout: Layout, device: torch.device) -> ParallelConfig:
