@@ -29,10 +29,24 @@ class Case:
     image: bool = False
     encoder_keeps: tuple[str, ...] = ()
     """Weights that the encoder needs besides text and image encoders."""
-    tolerance: int = 0
-    """Levels by which frames may differ; 0 is bit-identical."""
+    rounds: bool = False
+    """Whether the two round differently in the last place; else they are bit-identical."""
     classic: Mapping[str, Any] = field(default_factory=dict[str, Any])
     """Further arguments of the classic pipeline."""
+
+
+ROUNDED = 5e-4
+"""Share of colours that may fall to the other side of a level where results differ in the last place of float32.
+
+Up to 1.1e-4 was measured (one in 9216); `test_parity.py` shows that a real error of a thousandth changes more.
+"""
+
+
+def assert_alike(ours: np.ndarray[Any, Any], theirs: np.ndarray[Any, Any], *, rounds: bool) -> None:
+    """Frames in levels of 0..255 are equal; or, if results differ by rounding, by one level in a few places."""
+    difference = np.abs(ours.astype(int) - theirs.astype(int))
+    assert difference.max() <= rounds
+    assert (difference > 0).mean() <= ROUNDED
 
 
 @dataclass(frozen=True)
@@ -98,14 +112,14 @@ class Pair:
         return [clip.frames for clip in self.trio.generate(request, files)]
 
     def check(self, request: Mapping[str, Any], **more: Any) -> None:
-        """Both give the same, but for the case's tolerance."""
+        """Both give the same, but for rounding where the case says so."""
         request = {**request, **more}
         expected, got = self.expected(request), self.split(request)
         assert len(got) == len(expected)
         for ours, theirs in zip(got, expected, strict=True):
             assert ours.shape == theirs.shape
             assert ours.std() > 0, "a flat picture proves nothing"
-            assert np.abs(ours.astype(int) - theirs.astype(int)).max() <= self.case.tolerance
+            assert_alike(ours, theirs, rounds=self.case.rounds)
 
 
 def check_bfloat16(both: Pair, monkeypatch: pytest.MonkeyPatch, seed: int, guidance: float) -> None:
