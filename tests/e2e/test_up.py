@@ -105,6 +105,18 @@ def test_up_serves_on_when_nobody_reads_what_it_prints(folder: Path) -> None:
         process.wait()
 
 
+def test_up_finishes_what_runs_before_it_stops_when_it_may(spawn: Spawn) -> None:
+    """Symptom: --drain-timeout was accepted, and running work thrown away all the same."""
+    process, api = start_up(spawn, "--drain-timeout", "120")
+    job = api.submit(size="128x128", num_frames=9, num_inference_steps=100)
+    until(lambda: (api.job(job)["step"] or 0) >= 2, "the second step")
+    process.signal(signal.SIGTERM)
+    until(lambda: process.status is not None, "the end of up", 150)
+    api.close()
+    assert process.status == 0
+    assert f"done: request {job}" in process.output()
+
+
 def test_up_with_a_model_that_is_not_there_ends_with_the_reason(spawn: Spawn) -> None:
     port, scheduler, *_ = free_ports(5)
     process = spawn("up", "up", "no-such-folder", "--device", "cpu", "--port", str(port),

@@ -9,6 +9,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -79,13 +80,14 @@ def test_a_child_that_never_comes_up_is_given_up_after_some_deaths(monkeypatch: 
     assert [line for _, line in lines.seen].count("RuntimeError: broken installation") == 5
 
 
-def test_a_deaf_child_is_killed_with_all_that_it_started() -> None:
+def test_a_deaf_child_is_killed_with_all_that_it_started(monkeypatch: pytest.MonkeyPatch) -> None:
     deaf = (
         "import signal, subprocess, sys, time; signal.signal(signal.SIGTERM, signal.SIG_IGN)\n"
         f"p = subprocess.Popen([sys.executable, '-c', {SLEEPER!r}]); print(p.pid, flush=True); time.sleep(600)"
     )
     lines = Lines()
-    group = Group([spec(deaf)], output=lines, stop_seconds=0.5)
+    monkeypatch.setattr("triptych.launch.group.STOP_SECONDS", 0.5)
+    group = Group([replace(spec(deaf), stop_seconds=0.5)], output=lines)
     with group:
         until(lambda: bool(lines.seen))
         child, grandchild = group.statuses()[0].pid, int(lines.seen[0][1])
@@ -194,6 +196,60 @@ def test_what_left_the_session_of_a_child_with_its_output_does_not_hold_up_the_g
         until(lambda: bool(lines.seen))
     assert [status.state for status in group.statuses()] == ["stopped"]
     os.kill(int(lines.seen[0][1]), signal.SIGKILL)
+
+
+def leaver(name: str, turn: int, seconds: float, stop_seconds: float = 600.0) -> ProcessSpec:
+    """Takes its time to leave, unless it is asked twice."""
+    code = (
+        "import signal, sys, time\n"
+        "def leave(*_):\n"
+        "    signal.signal(signal.SIGTERM, signal.SIG_DFL)\n"
+        f"    print('asked', flush=True); time.sleep({seconds}); print('left', flush=True); sys.exit(0)\n"
+        "signal.signal(signal.SIGTERM, leave)\n"
+        f"print('up', flush=True)\n{SLEEPER}"
+    )
+    return replace(spec(code, name), stop_turn=turn, stop_seconds=stop_seconds)
+
+
+def test_the_server_is_asked_to_stop_when_its_instances_have_finished_their_work() -> None:
+    """Symptom: server and instances were stopped at the same time, so that --drain-timeout had no effect."""
+    lines = Lines()
+    with Group([leaver("server", 2, 0), leaver("encoder", 0, 0.5), leaver("denoiser", 1, 0.5)], output=lines):
+        until(lambda: len(lines.seen) == 3)
+    assert lines.seen[3:] == [
+        ("encoder", "asked"),
+        ("encoder", "left"),
+        ("denoiser", "asked"),
+        ("denoiser", "left"),
+        ("server", "asked"),
+        ("server", "left"),
+    ]
+
+
+def test_one_that_takes_longer_than_it_may_is_killed_and_the_others_have_their_turn(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr("triptych.launch.group.STOP_SECONDS", 0.5)
+    lines = Lines()
+    with Group([leaver("server", 1, 0), leaver("encoder", 0, 600, stop_seconds=1.0)], output=lines) as group:
+        until(lambda: len(lines.seen) == 2)
+    assert ("server", "left") in lines.seen or lines.seen[-1] == ("server", "asked")
+    assert ("encoder", "left") not in lines.seen
+    assert [status.state for status in group.statuses()] == ["stopped", "stopped"]
+
+
+def test_a_stop_that_waits_for_work_can_be_hurried() -> None:
+    lines = Lines()
+    group = Group([leaver("server", 1, 0), leaver("encoder", 0, 600)], output=lines)
+    group.start()
+    until(lambda: len(lines.seen) == 2)
+    stopper = threading.Thread(target=group.stop)
+    stopper.start()
+    until(lambda: ("encoder", "asked") in lines.seen)
+    group.hurry()
+    stopper.join()
+    assert ("encoder", "left") not in lines.seen
+    assert ("server", "left") in lines.seen
 
 
 def test_stopping_is_idempotent_and_works_from_any_thread() -> None:

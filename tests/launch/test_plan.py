@@ -129,6 +129,22 @@ def test_a_host_with_a_port_is_refused(name: str, host: str) -> None:
         plan_pool(args, replica_gpus=[[0]])
 
 
+def test_roles_leave_one_after_the_other_when_it_is_said_how_long_their_work_may_take() -> None:
+    said = {"model_path": "tiny", "device": "cpu"}
+    lists = {"encoder_gpus": [[0]], "denoiser_gpus": [[0], [0]], "decoder_gpus": [[0]]}
+    plan = plan_pool(ServerArgs.from_kwargs(**said, drain_timeout=120), **lists)
+    assert [(p.name, p.stop_turn) for p in plan.processes] == [
+        ("server", 3), ("encoder-0", 0), ("denoiser-0", 1), ("denoiser-1", 1), ("decoder-0", 2)
+    ]  # fmt: skip
+    assert {p.stop_seconds for p in plan.instances} == {130.0}
+    assert {p.stop_turn for p in plan_pool(ServerArgs.from_kwargs(**said), **lists).processes} == {0}
+
+
+def test_a_lone_instance_has_nobody_to_leave_its_work_to() -> None:
+    with pytest.raises(ConfigError, match="--drain-timeout does not apply to --disagg-role monolithic"):
+        ServerArgs.from_kwargs(model_path="tiny", drain_timeout=60).check_applies()
+
+
 def test_an_instance_is_told_what_concerns_its_roles() -> None:
     args = ServerArgs.from_kwargs(
         model_path="tiny", device="cuda", quant="encoder=int8,denoiser=fp8", offload="block", vae_tiling=True

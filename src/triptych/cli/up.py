@@ -30,9 +30,16 @@ def run(args: argparse.Namespace) -> int:
     lists = instance_lists(args, options)
     plan = plan_pool(options, **lists, first_work_port=args.first_work_port)
     stop = threading.Event()
+    group = Group(plan.processes, on_change=_show)
+
+    def asked(*_: object) -> None:
+        if stop.is_set():
+            group.hurry()
+        stop.set()
+
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
-        signal.signal(number, lambda *_: stop.set())
-    with Group(plan.processes, on_change=_show) as group:
+        signal.signal(number, asked)
+    with group:
         _await_ready(plan, group, stop)
         while not stop.wait(0.2) and not group.wait(0):
             pass

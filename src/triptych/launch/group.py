@@ -60,6 +60,11 @@ class ProcessSpec:
     """Variables that it gets besides the ones of this process."""
     withheld: frozenset[str] = frozenset()
     """Variables of this process that it does not get."""
+    stop_turn: int = 0
+    """Who has a lower one has ended before this process is asked to stop."""
+    stop_seconds: float = STOP_SECONDS
+    """How long after the group was asked to stop it may still be there, if that is later than `STOP_SECONDS` after it
+    was asked itself; then it is killed."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -187,14 +192,13 @@ class Group:
         *,
         output: Callable[[str, str], None] = print_line,
         on_change: Callable[[ProcessStatus], None] | None = None,
-        stop_seconds: float = STOP_SECONDS,
     ) -> None:
         self._children = [_Child(spec) for spec in specs]
         self._teller = Teller(output)
         self._on_change = on_change
-        self._stop_seconds = stop_seconds
         self._wake = threading.Event()
         self._stopping = threading.Event()
+        self._hurry = threading.Event()
         self._failure: ConfigError | LaunchError | None = None
         self._thread = threading.Thread(target=self._supervise, name="supervise-group", daemon=True)
 
@@ -209,6 +213,10 @@ class Group:
         self._wake.set()
         if self._thread.ident is not None:
             self._thread.join()
+
+    def hurry(self) -> None:
+        """Have a stop that waits for work to be finished wait no longer. May be called from a signal handler."""
+        self._hurry.set()
 
     def __enter__(self) -> Group:
         self.start()
@@ -291,17 +299,36 @@ class Group:
 
     def _stop_all(self) -> None:
         alive = [child for child in self._children if child.process is not None]
-        for child in alive:
-            child.signal(signal.SIGTERM)
-        deadline = time.monotonic() + self._stop_seconds
-        for child in alive:
-            assert child.process is not None
-            with contextlib.suppress(subprocess.TimeoutExpired):
-                child.process.wait(max(0.0, deadline - time.monotonic()))
-            child.discard()
+        begun = time.monotonic()
+        if self._failure is not None:
+            self._hurry.set()
+        for turn in sorted({child.spec.stop_turn for child in alive}):
+            self._stop_turn([child for child in alive if child.spec.stop_turn == turn], begun)
         lost = isinstance(self._failure, LaunchError)
         for child in self._children if lost else alive:
             self._change(child, "failed" if lost else "stopped")
+
+    def _stop_turn(self, children: Sequence[_Child], begun: float) -> None:
+        """End those whose turn it is. In a hurry, who was asked before is asked again, which means on the spot."""
+        asked = time.monotonic()
+        waits = not self._hurry.is_set()
+        for child in children:
+            child.signal(signal.SIGTERM)
+        left = list(children)
+        while left:
+            now = time.monotonic()
+            if waits and self._hurry.is_set():
+                waits, asked = False, now
+                for child in left:
+                    child.signal(signal.SIGTERM)
+            for child in tuple(left):
+                assert child.process is not None
+                longest = max(begun + child.spec.stop_seconds if waits else 0.0, asked + STOP_SECONDS)
+                if child.process.poll() is not None or now >= longest:
+                    child.discard()
+                    left.remove(child)
+            if left:
+                time.sleep(0.02)
 
     def _change(self, child: _Child, state: ProcessState, detail: str = "") -> None:
         child.state, child.detail = state, detail

@@ -351,7 +351,7 @@ OPTIONS: tuple[Option, ...] = (
         "drain_timeout",
         read_seconds_or_zero,
         30.0,
-        COMPUTE,
+        INSTANCE,
         "SECONDS",
         "time to finish or hand over its work when asked to stop; 0: leave at once",
     ),

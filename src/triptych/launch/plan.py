@@ -6,6 +6,7 @@ import os
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import TypedDict
 
 from triptych.config import host_port, tcp_url
 from triptych.errors import ConfigError
@@ -20,6 +21,10 @@ VARIABLES = frozenset(option.variable for option in OPTIONS)
 
 Gpus = Sequence[Sequence[int]]
 """GPUs of each instance of a role: one inner list per instance."""
+
+
+DRAIN_MARGIN = 10.0
+"""Seconds that an instance may take beside those of its --drain-timeout."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -74,7 +79,13 @@ def plan_pool(
     url = f"http://{host_port(reachable(args.host), args.port)}"
     return GroupPlan(
         url=url,
-        server=ProcessSpec(name="server", command=serve_command(serving.words), address=url, withheld=VARIABLES),
+        server=ProcessSpec(
+            name="server",
+            command=serve_command(serving.words),
+            address=url,
+            withheld=VARIABLES,
+            stop_turn=len(ROLES) if "drain_timeout" in args.given else 0,
+        ),
         instances=tuple(instances),
     )
 
@@ -116,7 +127,21 @@ def instance_spec(
         address=config.work_url,
         environment=environment,
         withheld=VARIABLES,
+        **_leaving(args, roles),
     )
+
+
+class _Leaving(TypedDict, total=False):
+    stop_turn: int
+    stop_seconds: float
+
+
+def _leaving(args: ServerArgs, roles: tuple[Role, ...]) -> _Leaving:
+    """When an instance stops in a group that was told how long its work may take: role by role in the order in which a
+    request passes them, so that each has somebody to hand its work on to. Those of several roles have nobody."""
+    if "drain_timeout" not in args.given or len(roles) != 1:
+        return {}
+    return {"stop_turn": ROLES.index(roles[0]), "stop_seconds": args.drain_timeout + DRAIN_MARGIN}
 
 
 def serve_command(words: Sequence[str]) -> tuple[str, ...]:
