@@ -19,7 +19,10 @@ def told(house: Any) -> str:
 
 
 @pytest.mark.parametrize(("said", "scheme"), [(None, "http"), (f"10.0.0.0/8,{PROXY}", "https"), ("10.0.0.0/8", "http")])
-def test_only_a_proxy_that_was_named_is_believed(make_house: Any, said: str | None, scheme: str) -> None:
+def test_only_a_proxy_that_was_named_is_believed(
+    make_house: Any, monkeypatch: pytest.MonkeyPatch, said: str | None, scheme: str
+) -> None:
+    monkeypatch.delenv("FORWARDED_ALLOW_IPS", raising=False)
     with make_house(forwarded_allow_ips=said) as house:
         assert told(house).startswith(f"{scheme}://pictures.example/v1/files/image_")
 
