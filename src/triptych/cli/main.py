@@ -36,10 +36,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     except TriptychError as error:
         print(f"triptych {args.command}: error: {error}", file=sys.stderr)
         return 2 if error.blame in (Blame.OPERATOR, Blame.CALLER) else 1
-    except OSError as error:
-        if error.filename is None:  # nothing that whoever typed the command has named
-            raise
-        print(f"triptych {args.command}: error: {error.filename!r}: {error.strerror}", file=sys.stderr)
+    except (FileNotFoundError, FileExistsError, NotADirectoryError, IsADirectoryError, PermissionError) as error:
+        print(f"triptych {args.command}: error: {error}", file=sys.stderr)  # says which file, and what is wrong with it
         return 2
     except KeyboardInterrupt:
         return 130
