@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -116,6 +117,21 @@ def test_a_guider_that_changes_the_model_for_a_branch_is_left_alone() -> None:
     guider = SkipLayerGuidance(skip_layer_guidance_layers=[0])
     kind = type(guider)
     assert type(BranchBatching().guider(guider)) is kind
+
+
+@pytest.mark.parametrize("keeps", [True, False])
+def test_a_loop_that_cannot_be_joined_is_named_once(keeps: bool, caplog: pytest.LogCaptureFixture) -> None:
+    batching, model = BranchBatching(), torch.nn.Linear(4, 4)
+    batching.install(model)
+    for _ in range(3):
+        branches = [SimpleNamespace(noise_pred=None), SimpleNamespace(noise_pred=None)]
+        batching.begin(branches)
+        for branch in branches:
+            predicted = model(torch.ones(1, 4))
+            branch.noise_pred = predicted if keeps else -predicted
+        batching.gather(branches)
+    said = [] if keeps else ["batch-guidance has no effect on Linear: its loop changes what was predicted for a branch"]
+    assert [message.partition(" before")[0] for message in caplog.messages] == said
 
 
 def test_what_decides_about_the_same_forwards_is_refused() -> None:

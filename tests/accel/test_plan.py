@@ -6,13 +6,14 @@ from typing import Any
 
 import pytest
 import torch
-from diffusers import AutoencoderKLWan, QwenImageTransformer2DModel, WanTransformer3DModel
+from diffusers import AutoencoderKLWan, QwenImageTransformer2DModel, SD3Transformer2DModel, WanTransformer3DModel
 from torch import Tensor
 
 from triptych.accel import attention, plan, quant
 from triptych.accel.batching import ForwardBatcher
 from triptych.accel.plan import Technique, accelerate
 from triptych.accel.wan_vae import WanVaeDecoder, install, supports
+from triptych.config import Profile
 from triptych.errors import ConfigError
 
 CPU = torch.device("cpu")
@@ -49,6 +50,20 @@ def test_lossless_without_a_gpu_says_why_it_leaves_the_stock_path(transformer: W
     techniques = accelerate({"transformer": transformer}, device=CPU, dtype=torch.float32, profile="lossless")
     assert not any(t.on and not t.exact for t in techniques)
     assert any("CUDA" in t.why for t in techniques)
+
+
+@pytest.mark.parametrize(("profile", "backend"), [("lossless", "auto"), ("stock", "native")])
+def test_a_model_that_acceleration_passes_over_is_named(profile: Profile, backend: str) -> None:
+    model = SD3Transformer2DModel(
+        sample_size=8, patch_size=2, in_channels=4, num_layers=1, attention_head_dim=8, num_attention_heads=2,
+        joint_attention_dim=16, caption_projection_dim=16, pooled_projection_dim=16, out_channels=4,
+        pos_embed_max_size=8,
+    )  # fmt: skip
+    named = {"transformer": model}
+    (told,) = accelerate(named, device=CPU, dtype=torch.float32, profile=profile, backend=backend)
+    assert not told.on
+    assert "SD3Transformer2DModel names no repeated blocks" in told.why
+    assert accelerate(named, device=CPU, dtype=torch.float32, profile="stock") == ()
 
 
 def test_a_recording_lies_around_what_keeps_the_keys_of_a_text(

@@ -9,6 +9,7 @@ keeps what it was given; the second one measures. Results differ by rounding fro
 from __future__ import annotations
 
 import functools
+import logging
 from collections.abc import Callable, Hashable, Sequence
 from contextvars import ContextVar
 from dataclasses import dataclass, field
@@ -21,6 +22,8 @@ from torch.utils import _pytree as pytree
 
 from triptych.accel.batching import Call, ForwardBatcher, call_of
 from triptych.accel.guiders import watched
+
+log = logging.getLogger(__name__)
 
 
 @dataclass(slots=True)
@@ -54,10 +57,13 @@ class BranchBatching:
     def __init__(self) -> None:
         self._batcher = ForwardBatcher(most=2)
         self._kinds: dict[Hashable, _Kind] = {}
+        self._models: list[str] = []
+        self._told = False
 
     def install(self, model: nn.Module) -> None:
         """Have forwards of ``model`` in guided steps joined."""
         compute: Callable[..., Any] = model.forward
+        self._models.append(type(model).__name__)
 
         @functools.wraps(compute)
         def forward(*args: Any, **kwargs: Any) -> Any:
@@ -100,6 +106,16 @@ class BranchBatching:
             for call, answer, branch in zip(step.calls, step.answers, branches, strict=True):
                 if call.key in self._kinds:
                     self._kinds[call.key].kept = _is_part_of(branch.noise_pred, answer)
+                    self._tell(self._kinds[call.key])
+
+    def _tell(self, kind: _Kind) -> None:
+        if not kind.kept and not self._told:
+            self._told = True
+            log.warning(
+                "batch-guidance has no effect on %s: its loop changes what was predicted for a branch before "
+                "the guider combines them",
+                ", ".join(self._models),
+            )
 
     def _look(self, call: Call, answer: Any, step: _Step) -> None:
         leaves, spec = pytree.tree_flatten(answer)

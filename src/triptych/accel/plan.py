@@ -113,9 +113,11 @@ def accelerate(
             qwen_dit.leave_out_masks(model)
         if batcher is not None:
             done.append(_batching(name, model, batcher))
+    others = sorted(modules.keys() - denoisers.keys() - text_encoders.keys())
+    if profile != "stock" or wish != "auto":
+        done += [_passed_over(name, modules[name]) for name in others if name.startswith(("transformer", "unet"))]
     if batcher is not None:  # which needs no blocks of a kind that is known
-        others = modules.keys() - denoisers.keys() - text_encoders.keys()
-        done += [_batching(name, modules[name], batcher) for name in sorted(others) if name.startswith("transformer")]
+        done += [_batching(name, modules[name], batcher) for name in others if name.startswith("transformer")]
     for name, model in modules.items():
         if wan_vae.supports(model) and profile != "stock":
             done.append(_vae(name, model, device, dtype, tally))
@@ -126,6 +128,11 @@ def _is_text_encoder(model: nn.Module) -> bool:
     from transformers import PreTrainedModel
 
     return isinstance(model, PreTrainedModel) and getattr(model, "main_input_name", "input_ids") == "input_ids"
+
+
+def _passed_over(name: str, model: nn.Module) -> Technique:
+    why = f"{type(model).__name__} names no repeated blocks in Diffusers, so its stock path runs"
+    return Technique(name=f"{name}: attention, kernels and compile", on=False, why=why)
 
 
 def _batching(name: str, model: nn.Module, batcher: ForwardBatcher) -> Technique:
