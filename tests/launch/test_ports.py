@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import runpy
 
 import pytest
@@ -28,6 +29,17 @@ def test_chosen_ports_are_neighbours_and_never_given_twice() -> None:
     one, two = free_ports(4), free_ports(4)
     assert one == list(range(one[0], one[0] + 4))
     assert not set(one) & set(two)
+
+
+def test_a_process_that_has_had_all_ports_gets_those_again_that_it_had_longest(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    (lowest,) = free_ports(1)
+    monkeypatch.setattr(ports, "LOWEST", lowest)
+    monkeypatch.setattr(ports, "HIGHEST", lowest + 60)
+    monkeypatch.setattr(ports, "_handed_out", {})
+    given = [free_ports(5) for _ in range(100)]
+    assert all(not set(one) & set(two) for one, two in itertools.pairwise(given))
 
 
 def test_no_outgoing_connection_can_have_a_chosen_port_or_that_of_its_metrics() -> None:
