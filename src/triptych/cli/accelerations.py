@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import importlib.metadata
 from collections.abc import Iterator
 
 import torch
 from torch.cuda import nccl
 
 from triptych.accel import attention
-from triptych.cli.finding import Finding
+from triptych.cli.finding import Finding, installed
 
 _HOPPER = (9, 0)
 _FP8 = (8, 9)
@@ -42,7 +41,7 @@ def _attention(present: tuple[str, ...], capability: tuple[int, int]) -> Finding
 
 
 def _compiling() -> Finding:
-    version = _version("triton")
+    version = installed("triton")
     if version is None:
         found = "no triton: --profile lossless and fast cannot compile"
         return Finding(verdict="warn", what="compiling", found=found, mend="pip install triton")
@@ -53,7 +52,7 @@ def _fp8(capability: tuple[int, int]) -> Finding:
     if capability < _FP8:
         found = f"not on a GPU of compute capability {capability[0]}.{capability[1]}; 8.9 is needed"
         return Finding(verdict="ok", what="fp8", found=found)
-    version = _version("torchao")
+    version = installed("torchao")
     if version is None:
         found = "no torchao: --quant and --profile fast cannot quantise"
         return Finding(verdict="warn", what="fp8", found=found, mend='pip install "triptych[quant]"')
@@ -67,17 +66,10 @@ def _several_gpus() -> Iterator[Finding]:
     else:
         version = ".".join(map(str, nccl.version()))
         yield Finding(verdict="ok", what="nccl", found=f"{version}, for instances of several GPUs (--num-gpus)")
-    if _version("cuda-bindings") is None:
+    if installed("cuda-bindings") is None:
         yield Finding(
             verdict="ok", what="gpu to gpu", found="through host memory",
             mend="pip install cuda-bindings for --disagg-transfer-gpu-pool-size",
         )  # fmt: skip
     else:
         yield Finding(verdict="ok", what="gpu to gpu", found="CUDA IPC, with --disagg-transfer-gpu-pool-size")
-
-
-def _version(package: str) -> str | None:
-    try:
-        return importlib.metadata.version(package)
-    except importlib.metadata.PackageNotFoundError:
-        return None

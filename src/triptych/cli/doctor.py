@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import ctypes.util
-import importlib.metadata
 import platform
 import shutil
 import subprocess
@@ -13,7 +12,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from triptych.cli.finding import Finding
+from triptych.cli.finding import Finding, installed
 from triptych.config import MIB, ServerConfig
 from triptych.errors import ConfigError
 from triptych.launch.ports import is_free
@@ -84,7 +83,7 @@ def _accelerations() -> Iterator[Finding]:
 
 
 def _mooncake() -> Iterator[Finding]:
-    builds = [name for name in MOONCAKE_BUILDS if _version(name)]
+    builds = [name for name in MOONCAKE_BUILDS if installed(name)]
     if not builds:
         mend = 'pip install "triptych[cpu]", "triptych[cuda12]" or "triptych[cuda13]"; one host works without it'
         yield Finding(verdict="warn", what="mooncake", found="not installed", mend=mend)
@@ -112,14 +111,7 @@ def _mooncake() -> Iterator[Finding]:
         last = (result.stderr.strip() or f"exit status {result.returncode}").splitlines()[-1]
         yield Finding(verdict="fail", what="mooncake", found=last, mend=mend)
         return
-    yield Finding(verdict="ok", what="mooncake", found=f"{builds[0]} {_version(builds[0])}")
-
-
-def _version(distribution: str) -> str | None:
-    try:
-        return importlib.metadata.version(distribution)
-    except importlib.metadata.PackageNotFoundError:
-        return None
+    yield Finding(verdict="ok", what="mooncake", found=f"{builds[0]} {installed(builds[0])}")
 
 
 def _ports(port: int, scheduler_port: int) -> Iterator[Finding]:

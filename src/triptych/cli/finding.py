@@ -1,7 +1,8 @@
-"""One line of the doctor's report."""
+"""One line of the doctor's report, and what all of them ask."""
 
 from __future__ import annotations
 
+import importlib.metadata
 from dataclasses import dataclass
 from typing import Literal, TypeAlias
 
@@ -16,3 +17,11 @@ class Finding:
     what: str
     found: str
     mend: str = ""
+
+
+def installed(package: str) -> str | None:
+    """The version of a package that is installed."""
+    try:
+        return importlib.metadata.version(package)
+    except importlib.metadata.PackageNotFoundError:
+        return None

@@ -7,7 +7,6 @@ piece is on its way to the device while the next ones are read. The ring is all 
 
 from __future__ import annotations
 
-import contextlib
 import logging
 import os
 import threading
@@ -22,6 +21,7 @@ from typing import Final, Protocol, TypeAlias
 import torch
 from torch import Tensor
 
+from triptych.page_lock import page_lock, page_unlock
 from triptych.pipeline.stored import Stored
 
 log = logging.getLogger(__name__)
@@ -77,19 +77,15 @@ class CudaLane:
 
     def lock(self, memory: Tensor) -> None:
         """Page-lock it; memory that cannot be is used as it is, which is right and slower."""
-        with torch.cuda.device(self.device):
-            status = int(torch.cuda.cudart().cudaHostRegister(memory.data_ptr(), memory.numel(), 0))  # type: ignore[union-attr]
+        status = page_lock(memory, self.device)
         self._locked = status == 0
         if not self._locked:
             log.warning("CUDA cannot page-lock memory to load weights (error %d): it will be slower", status)
-            with contextlib.suppress(RuntimeError):  # CUDA has the next kernel report that error, whatever it does
-                torch.zeros(1, device=self.device)
 
     def unlock(self, memory: Tensor) -> None:
         """Give it back to the system's paging."""
         if self._locked:
-            with torch.cuda.device(self.device):
-                torch.cuda.cudart().cudaHostUnregister(memory.data_ptr())  # type: ignore[union-attr]
+            page_unlock(memory, self.device)
 
     def empty(self, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
         """Memory of the stream, so that what was there before is done with it."""

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import itertools
 import logging
 import os
@@ -15,6 +14,7 @@ import torch
 from triptych.config import TransferConfig
 from triptych.errors import ConfigError, TransferError
 from triptych.ids import CopyId, Epoch, InstanceId, RequestId
+from triptych.page_lock import page_lock, page_unlock
 from triptych.transport.data import layout
 from triptych.transport.data.carrier import Carrier, HostCarrier
 from triptych.transport.data.cuda_ipc import CudaIpcCarrier, GpuPool, Shown
@@ -78,7 +78,7 @@ class PooledPlane:
                 carrier.close()
             self._segment.close()
             raise
-        self._registered = gpu is not None and _page_lock(self._segment.memory, gpu)
+        self._locked_for = gpu if gpu is not None and _page_lock(self._segment.memory, gpu) else None
         self.pool_bytes = self._pool.stage_capacity
         self.planes: tuple[str, ...] = tuple(carrier.plane for carrier in self._carriers)
 
@@ -236,21 +236,14 @@ class PooledPlane:
         for carrier in self._carriers:
             carrier.close()
         self._hands.close()
-        if self._registered:
-            with torch.cuda.device(self._gpu):
-                torch.cuda.cudart().cudaHostUnregister(self._segment.memory.data_ptr())  # type: ignore[union-attr]
+        if self._locked_for is not None:
+            page_unlock(self._segment.memory, self._locked_for)
         self._segment.close()
 
 
 def _page_lock(memory: torch.Tensor, gpu: torch.device) -> bool:
-    """Page-lock a pool, so that the GPU copies to it at full speed; whether that was possible.
-
-    The first call of CUDA in a thread opens the GPU that the thread is at, which takes memory there.
-    """
-    with torch.cuda.device(gpu):
-        status = int(torch.cuda.cudart().cudaHostRegister(memory.data_ptr(), memory.numel(), 0))  # type: ignore[union-attr]
+    """Have the GPU copy to and from a pool at full speed; whether that was possible."""
+    status = page_lock(memory, gpu)
     if status != 0:
-        with contextlib.suppress(RuntimeError):  # CUDA has the next kernel report that error, whatever it does
-            torch.zeros(1, device=gpu)
         _log.warning("CUDA cannot page-lock the transfer pool (error %d): staging from the GPU will be slower", status)
     return status == 0
