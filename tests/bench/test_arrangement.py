@@ -8,7 +8,6 @@ from itertools import pairwise
 import pytest
 
 from triptych.bench.arrangement import Arrangement, planned
-from triptych.ids import Role
 from triptych.launch.args import ServerArgs
 
 
@@ -21,7 +20,7 @@ def gpus_of(command: tuple[str, ...]) -> list[int]:
 @pytest.mark.parametrize("denoisers", [[[1]], [[1], [2]], [[1, 2]], [[0]]])
 def test_replicas_get_each_gpu_of_the_roles_once_and_no_other(denoisers: list[list[int]]) -> None:
     arrangement = Arrangement(
-        model="tiny", gpus={Role.ENCODER: [[0]], Role.DENOISER: denoisers, Role.DECODER: [[0]]}, options={}
+        model="tiny", gpus={"encoder_gpus": [[0]], "denoiser_gpus": denoisers, "decoder_gpus": [[0]]}, options={}
     )
     args = ServerArgs.from_kwargs(model_path="tiny", device="cuda")
     split, replicas = (planned(arrangement, args, replicas=replicas) for replicas in (False, True))

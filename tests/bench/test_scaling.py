@@ -41,7 +41,7 @@ def test_every_run_is_a_command_that_is_understood(gpus: int) -> None:
 def test_eight_gpus_are_three_pairs_or_one_of_four_beside_encoder_and_decoder_against_replicas() -> None:
     serving = {run.name: " ".join(run.words) for run in runs(plan(8)) if run.name.startswith("serve-50-")}
     assert "--denoiser-gpus 1,2;3,4;5,6 --decoder-gpus 7" in serving["serve-50-three-pairs"]
-    assert "--denoiser-gpus 1,2,3,4 --decoder-gpus 0" in serving["serve-50-one-of-four"]
+    assert "--encoder-decoder-gpus 0 --denoiser-gpus 1,2,3,4" in serving["serve-50-one-of-four"]
     assert "--denoiser-gpus 0;1;2;3;4;5;6;7 --no-split --baseline replicas" in serving["serve-50-replicas"]
 
 

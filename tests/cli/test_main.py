@@ -147,6 +147,8 @@ def test_gpus_that_no_model_could_share_so_are_refused(
         (["--encoder-gpus", "0", "--device", "cpu"], "--encoder-gpus does not apply to --device cpu"),
         (["--denoisers", "2"], "--denoisers needs --device cpu"),
         (["--encoder-gpus", "0"], "--denoiser-gpus is missing"),
+        (["--encoder-decoder-gpus", "0"], "--denoiser-gpus is missing"),
+        (["--encoder-decoders", "1"], "--encoder-decoders needs --device cpu"),
         (["--replicas", "2", "--encoders", "1", "--device", "cpu"], "say one or the other"),
         (["--encoder-gpus", "a"], "must be GPU numbers"),
         (["--encoder-gpus", "0", "--denoiser-gpus", "1,3", "--decoder-gpus", "0"], "follow one another"),

@@ -105,9 +105,10 @@ def test_up_serves_on_when_nobody_reads_what_it_prints(folder: Path) -> None:
         process.wait()
 
 
-def test_up_finishes_what_runs_before_it_stops_when_it_may(spawn: Spawn) -> None:
+@pytest.mark.parametrize("words", [(), ("--encoder-decoders", "1", "--denoisers", "1")], ids=["three", "two"])
+def test_up_finishes_what_runs_before_it_stops_when_it_may(spawn: Spawn, words: tuple[str, ...]) -> None:
     """Symptom: --drain-timeout was accepted, and running work thrown away all the same."""
-    process, api = start_up(spawn, "--drain-timeout", "120")
+    process, api = start_up(spawn, "--drain-timeout", "120", *words)
     job = api.submit(size="128x128", num_frames=9, num_inference_steps=100)
     until(lambda: (api.job(job)["step"] or 0) >= 2, "the second step")
     process.signal(signal.SIGTERM)

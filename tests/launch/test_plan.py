@@ -57,6 +57,16 @@ def test_a_replica_is_named_for_every_role() -> None:
         assert value(plan.server.command, f"--{role}-urls") == f"{one.address};{two.address}"
 
 
+def test_one_instance_can_encode_and_decode() -> None:
+    args = ServerArgs.from_kwargs(model_path="tiny", device="cpu", drain_timeout=7.0)
+    plan = plan_pool(args, denoiser_gpus=[[0]], encoder_decoder_gpus=[[0]])
+    denoiser, both = plan.instances
+    assert value(both.command, "--disagg-role") == "encoder,decoder"
+    for role, instance in (("encoder", both), ("denoiser", denoiser), ("decoder", both)):
+        assert value(plan.server.command, f"--{role}-urls") == instance.address
+    assert denoiser.stop_turn < both.stop_turn < plan.server.stop_turn  # what is denoised by then is still decoded
+
+
 def test_instances_on_the_cpu_share_its_cores(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
     monkeypatch.setattr("os.cpu_count", lambda: 8)

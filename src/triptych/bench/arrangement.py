@@ -8,17 +8,13 @@ import tempfile
 from collections import deque
 from collections.abc import Generator, Mapping
 from dataclasses import dataclass
-from typing import Any, Final, TypeAlias
+from typing import Any, Final, cast
 
-from triptych.ids import Role
 from triptych.launch.args import ServerArgs
 from triptych.launch.group import Group
-from triptych.launch.plan import GroupPlan, plan_pool
+from triptych.launch.plan import Gpus, GroupPlan, PoolGpus, plan_pool
 from triptych.launch.pool import LaunchError, Pool
 from triptych.launch.ports import free_ports
-
-Gpus: TypeAlias = Mapping[Role, list[list[int]]]
-"""GPUs of each instance of each role."""
 
 _NOTE = re.compile(r"loaded model=| read in |warmed up for|: (on|off) \(")
 _LOADED = re.compile(r"\[(\S+)\] loaded model=.* seconds=([\d.]+)")
@@ -27,16 +23,16 @@ _READY_SECONDS: Final = 1800.0
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Arrangement:
-    """A model, the GPUs of its roles, and options of ``triptych serve`` for every process."""
+    """A model, the GPUs of its instances, and options of ``triptych serve`` for every process."""
 
     model: str
-    gpus: Gpus
+    gpus: PoolGpus
     options: Mapping[str, Any]
 
     @property
     def gpu_ids(self) -> list[int]:
         """The GPUs that the roles use between them."""
-        return sorted({gpu for lists in self.gpus.values() for ids in lists for gpu in ids})
+        return sorted({gpu for lists in cast(Mapping[str, Gpus], self.gpus).values() for ids in lists for gpu in ids})
 
     @property
     def gpu_count(self) -> int:
@@ -63,12 +59,7 @@ def planned(arrangement: Arrangement, args: ServerArgs, *, replicas: bool) -> Gr
     """The processes of the roles apart, or a replica on each GPU of theirs: what is compared has equally many."""
     if replicas:
         return plan_pool(args, replica_gpus=[[gpu] for gpu in arrangement.gpu_ids])
-    return plan_pool(
-        args,
-        encoder_gpus=arrangement.gpus[Role.ENCODER],
-        denoiser_gpus=arrangement.gpus[Role.DENOISER],
-        decoder_gpus=arrangement.gpus[Role.DECODER],
-    )
+    return plan_pool(args, **arrangement.gpus)
 
 
 @contextlib.contextmanager

@@ -35,6 +35,11 @@ _LAYOUTS: Final = {
 """The layouts of each number of GPUs that are compared; those that a model cannot have become rows that say why."""
 _SPREAD: Final = {2: ("tp",), 4: ("cfg+tp", "tp"), 8: ("cfg+tp", "tp")}
 """Those that spread the weights, which only unchanged layers can be: they are compared under profile stock."""
+_FLAGS: Final = {
+    2: ("--encoder-decoder-gpus", "--denoiser-gpus"),
+    3: ("--encoder-gpus", "--denoiser-gpus", "--decoder-gpus"),
+}
+"""Of arrangements of two kinds of instances and of three."""
 _LAYOUT_SECONDS: Final = 150.0
 _SERVE_SECONDS: Final = 900.0
 _LEAST_SECONDS: Final = 60.0
@@ -107,22 +112,21 @@ def _sharing(plan: Plan, name: str, profile: str, counts: Sequence[int], layouts
 def deployments(gpus: int) -> dict[str, tuple[str, ...]]:
     """Arrangements of so many GPUs by name, as words of ``triptych bench serve``; the last one is replicas on them all.
 
-    Encoder and decoder are light, so they share a GPU where there are few.
+    Encoder and decoder are light, so they share a GPU where there are few, or are one instance.
     """
     match gpus:
         case 8:
-            roles = {"three-pairs": ("0", "1,2;3,4;5,6", "7"), "one-of-four": ("0", "1,2,3,4", "0")}
+            lists = {"three-pairs": ("0", "1,2;3,4;5,6", "7"), "one-of-four": ("0", "1,2,3,4")}
         case 4:
-            roles = {"one-pair": ("0", "1,2", "3"), "one-of-three": ("0", "1,2,3", "0")}
+            lists = {"one-pair": ("0", "1,2", "3"), "one-of-three": ("0", "1,2,3")}
         case 2:
-            roles = {"apart": ("0", "1", "0"), "pair": ("0", "0,1", "1")}
+            lists = {"apart": ("0", "1", "0"), "both": ("0", "1"), "pair": ("0", "0,1", "1")}
         case 1:
-            roles = {"one": ("0", "0", "0")}
+            lists = {"one": ("0", "0", "0")}
         case _:
             raise ConfigError(f"num-gpus={gpus}: must be one of {', '.join(map(str, COUNTS))}")
     every = ";".join(map(str, range(gpus)))
-    flags = ("--encoder-gpus", "--denoiser-gpus", "--decoder-gpus")
-    words = {name: tuple(itertools.chain(*zip(flags, lists, strict=True))) for name, lists in roles.items()}
+    words = {name: tuple(itertools.chain(*zip(_FLAGS[len(said)], said, strict=True))) for name, said in lists.items()}
     return {**words, "replicas": ("--denoiser-gpus", every, "--no-split", "--baseline", "replicas")}
 
 

@@ -17,13 +17,14 @@ from typing import Any, Literal, cast
 from rich.console import Console
 from rich.table import Table
 
-from triptych.bench.arrangement import Arrangement, Gpus, Running, running
+from triptych.bench.arrangement import Arrangement, Running, running
 from triptych.bench.load import Load, Measured
 from triptych.bench.turnover import Turnovers
 from triptych.client import Client
 from triptych.config import Shape, parse_shape
 from triptych.errors import ConfigError
 from triptych.ids import ROLES
+from triptych.launch.plan import PoolGpus
 from triptych.launch.readers import read_gpu_lists
 
 BASELINES = ("replicas", "stock")
@@ -214,9 +215,12 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--no-split", action="store_true", help="measure the baselines alone, on the same GPUs")
     for role in ROLES:
         parser.add_argument(
-            f"--{role}-gpus", default="0", metavar="LISTS",
+            f"--{role}-gpus", metavar="LISTS",
             help="GPUs, ';' between instances and ',' within one; on the CPU only how many counts (default: 0)",
         )  # fmt: skip
+    parser.add_argument(
+        "--encoder-decoder-gpus", metavar="LISTS", help="of instances that encode and decode (default: none)"
+    )
     parser.add_argument("--bursts", default="1,2,4,8", help="simultaneous requests (default: %(default)s)")
     parser.add_argument("--rate", type=float, default=1.0, help="Poisson arrivals a second (default: %(default)s)")
     parser.add_argument("--requests", type=int, default=0, help="Poisson arrivals in all (default: none)")
@@ -250,8 +254,7 @@ def main(argv: Sequence[str]) -> int:
     else:
         if "stock" in baselines and args.shape is None:
             raise ConfigError("--baseline stock: needs --shape, as stock Diffusers' own default is not the model's")
-        gpus = cast(Gpus, {role: read_gpu_lists(f"--{role}-gpus", getattr(args, f"{role}_gpus")) for role in ROLES})
-        arrangement = Arrangement(model=args.model, gpus=gpus, options=_options(args.option))
+        arrangement = Arrangement(model=args.model, gpus=_gpus(args), options=_options(args.option))
         measured = run(arrangement, baselines, plan, args.stock_repeats, split=not args.no_split)
     rows: list[Row] = []
     for row in measured:
@@ -261,6 +264,20 @@ def main(argv: Sequence[str]) -> int:
             args.json.write_text(json.dumps([asdict(row) for row in rows], indent=1))
     show(rows, Console(width=180))
     return 0 if all(row.sound for row in rows) else 1
+
+
+def _gpus(args: argparse.Namespace) -> PoolGpus:
+    both = args.encoder_decoder_gpus is not None
+    said = {
+        "encoder": args.encoder_gpus or ("" if both else "0"),
+        "denoiser": args.denoiser_gpus or "0",
+        "decoder": args.decoder_gpus or ("" if both else "0"),
+        "encoder-decoder": args.encoder_decoder_gpus or "",
+    }
+    lists = {
+        f"{kind.replace('-', '_')}_gpus": read_gpu_lists(f"--{kind}-gpus", text) for kind, text in said.items() if text
+    }
+    return cast(PoolGpus, lists)
 
 
 def _plan(args: argparse.Namespace) -> Plan:

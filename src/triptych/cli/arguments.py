@@ -151,8 +151,17 @@ def _up(parser: argparse.ArgumentParser) -> None:
             metavar="GPUS",
             help=f"GPUs of the {role} instances, ';' between instances",
         )
+    plan.add_argument(
+        "--encoder-decoder-gpus",
+        type=parse_gpu_lists,
+        metavar="GPUS",
+        help="GPUs of instances that encode and decode, ';' between instances",
+    )
     for role in ("encoder", "denoiser", "decoder"):
         plan.add_argument(f"--{role}s", type=parse_count, metavar="N", help=f"{role} instances on the CPU (default: 1)")
+    plan.add_argument(
+        "--encoder-decoders", type=parse_count, metavar="N", help="instances on the CPU that encode and decode"
+    )
     plan.add_argument("--replicas", type=parse_count, metavar="N", help="N instances that serve all three roles")
     plan.add_argument(
         "--first-work-port",

@@ -8,17 +8,19 @@ import signal
 import sys
 import threading
 import time
+from typing import cast
 
 from triptych.cli.arguments import UP_TAKES_FROM_SERVE, said_options
 from triptych.errors import ConfigError
 from triptych.launch.args import ServerArgs
 from triptych.launch.group import Group, ProcessStatus
-from triptych.launch.plan import GroupPlan, plan_pool
+from triptych.launch.plan import GroupPlan, PoolGpus, plan_pool
 from triptych.launch.probe import probe
 from triptych.launch.sources import settle
 from triptych.launch.telling import show
 
-_ROLES = ("encoder", "denoiser", "decoder")
+_KINDS = ("encoder", "denoiser", "decoder", "encoder-decoder")
+"""Of instances that a list of GPUs, or a count, can be given for."""
 
 
 def run(args: argparse.Namespace) -> int:
@@ -49,15 +51,15 @@ def run(args: argparse.Namespace) -> int:
     return 0
 
 
-def instance_lists(args: argparse.Namespace, options: ServerArgs) -> dict[str, list[list[int]]]:
-    """The GPU lists of each role from ``--encoder-gpus`` and friends, ``--encoders`` and friends, or ``--replicas``.
+def instance_lists(args: argparse.Namespace, options: ServerArgs) -> PoolGpus:
+    """The GPU lists of each kind from ``--encoder-gpus`` and friends, ``--encoders`` and friends, or ``--replicas``.
 
     Raises `ConfigError` when they contradict each other or the device.
     """
-    gpus = {role: getattr(args, f"{role}_gpus") for role in _ROLES}
-    counts = {role: getattr(args, f"{role}s") for role in _ROLES}
-    said_gpus = [f"--{role}-gpus" for role in _ROLES if gpus[role] is not None]
-    said_counts = [f"--{role}s" for role in _ROLES if counts[role] is not None]
+    gpus = {kind: getattr(args, f"{_name(kind)}_gpus") for kind in _KINDS}
+    counts = {kind: getattr(args, f"{_name(kind)}s") for kind in _KINDS}
+    said_gpus = [f"--{kind}-gpus" for kind in _KINDS if gpus[kind] is not None]
+    said_counts = [f"--{kind}s" for kind in _KINDS if counts[kind] is not None]
     if args.replicas and (said_gpus or said_counts):
         raise ConfigError(f"--replicas {args.replicas} and {(said_gpus + said_counts)[0]}: say one or the other")
     if said_gpus and options.device == "cpu":
@@ -66,12 +68,19 @@ def instance_lists(args: argparse.Namespace, options: ServerArgs) -> dict[str, l
         raise ConfigError(f"{said_counts[0]} needs --device cpu; on GPUs say --encoder-gpus and so on")
     if args.replicas:
         return {"replica_gpus": [[gpu] for gpu in range(args.replicas)]}
+    shared = gpus["encoder-decoder"] is not None or counts["encoder-decoder"] is not None
+    needed = ("denoiser",) if shared else ("encoder", "denoiser", "decoder")
     if said_gpus:
-        missing = [f"--{role}-gpus" for role in _ROLES if gpus[role] is None]
+        missing = [f"--{kind}-gpus" for kind in needed if gpus[kind] is None]
         if missing:
             raise ConfigError(f"{missing[0]} is missing: with {said_gpus[0]} say the GPUs of every role")
-        return {f"{role}_gpus": gpus[role] for role in _ROLES}
-    return {f"{role}_gpus": [[0]] * (counts[role] or 1) for role in _ROLES}
+    else:
+        gpus = {kind: [[0]] * (counts[kind] or int(kind in needed)) for kind in _KINDS}
+    return cast(PoolGpus, {f"{_name(kind)}_gpus": lists for kind, lists in gpus.items() if lists})
+
+
+def _name(kind: str) -> str:
+    return kind.replace("-", "_")
 
 
 def _await_ready(plan: GroupPlan, group: Group, stop: threading.Event) -> None:

@@ -6,7 +6,7 @@ import os
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TypedDict
+from typing import TypedDict, Unpack
 
 from triptych.config import host_port, tcp_url
 from triptych.errors import ConfigError
@@ -22,6 +22,26 @@ VARIABLES = frozenset(option.variable for option in OPTIONS)
 Gpus = Sequence[Sequence[int]]
 """GPUs of each instance of a role: one inner list per instance."""
 
+
+class PoolGpus(TypedDict, total=False):
+    """GPUs of the instances of a pool, by what they are. Encoder and decoder have little to do beside the denoiser, so
+    one instance can have both."""
+
+    encoder_gpus: Gpus
+    denoiser_gpus: Gpus
+    decoder_gpus: Gpus
+    encoder_decoder_gpus: Gpus
+    replica_gpus: Gpus
+
+
+_KINDS: dict[str, tuple[str, tuple[Role, ...]]] = {
+    "encoder_gpus": ("encoder", (Role.ENCODER,)),
+    "denoiser_gpus": ("denoiser", (Role.DENOISER,)),
+    "decoder_gpus": ("decoder", (Role.DECODER,)),
+    "encoder_decoder_gpus": ("encoder-decoder", (Role.ENCODER, Role.DECODER)),
+    "replica_gpus": ("replica", ROLES),
+}
+"""What instances of each kind are called, and their roles."""
 
 DRAIN_MARGIN = 10.0
 """Seconds that an instance may take beside those of its --drain-timeout."""
@@ -42,25 +62,18 @@ class GroupPlan:
         return (self.server, *self.instances)
 
 
-def plan_pool(
-    args: ServerArgs,
-    *,
-    encoder_gpus: Gpus = (),
-    denoiser_gpus: Gpus = (),
-    decoder_gpus: Gpus = (),
-    replica_gpus: Gpus = (),
-    first_work_port: int | None = None,
-) -> GroupPlan:
-    """A server with role instances, or with instances of all roles (``replica_gpus``), or both.
+def plan_pool(args: ServerArgs, *, first_work_port: int | None = None, **gpus: Unpack[PoolGpus]) -> GroupPlan:
+    """A server with instances of these GPUs.
 
     On the CPU a list's length is the number of instances, and its GPU numbers say nothing. Work ports are free ones, or
     ``first_work_port`` and the ones after it. Raises `ConfigError` when the pool would lack a role or an option is
     impossible.
     """
-    wanted: list[tuple[str, tuple[Role, ...], Sequence[int]]] = []
-    for role, gpus in zip(ROLES, (encoder_gpus, denoiser_gpus, decoder_gpus), strict=True):
-        wanted += [(f"{role}-{i}", (role,), ids) for i, ids in enumerate(gpus)]
-    wanted += [(f"replica-{i}", ROLES, ids) for i, ids in enumerate(replica_gpus)]
+    wanted = [
+        (f"{name}-{number}", roles, ids)
+        for kind, (name, roles) in _KINDS.items()
+        for number, ids in enumerate(gpus.get(kind, ()))
+    ]
     missing = [role for role in ROLES if not any(role in roles for _, roles, _ in wanted)]
     if missing:
         raise ConfigError(f"no instance for {', '.join(missing)}: give each role at least one")
@@ -138,10 +151,10 @@ class _Leaving(TypedDict, total=False):
 
 def _leaving(args: ServerArgs, roles: tuple[Role, ...]) -> _Leaving:
     """When an instance stops in a group that was told how long its work may take: role by role in the order in which a
-    request passes them, so that each has somebody to hand its work on to. Those of several roles have nobody."""
-    if "drain_timeout" not in args.given or len(roles) != 1:
+    request passes them, so that each has somebody to hand its work on to. Those of all roles have nobody."""
+    if "drain_timeout" not in args.given or len(roles) == len(ROLES):
         return {}
-    return {"stop_turn": ROLES.index(roles[0]), "stop_seconds": args.drain_timeout + DRAIN_MARGIN}
+    return {"stop_turn": max(map(ROLES.index, roles)), "stop_seconds": args.drain_timeout + DRAIN_MARGIN}
 
 
 def serve_command(words: Sequence[str]) -> tuple[str, ...]:

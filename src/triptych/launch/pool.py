@@ -53,18 +53,26 @@ class Pool:
 def launch_pool_disagg_server(
     server_args: ServerArgs,
     *,
-    encoder_gpus: Gpus,
+    encoder_gpus: Gpus = (),
     denoiser_gpus: Gpus,
-    decoder_gpus: Gpus,
+    decoder_gpus: Gpus = (),
+    encoder_decoder_gpus: Gpus = (),
     output: Callable[[str, str], None] = print_line,
 ) -> Pool:
     """Start a server and its role instances on this machine; each inner list is the GPUs of one instance.
+    Those of ``encoder_decoder_gpus`` encode and decode.
 
     Returns at once: call `Pool.wait_ready`. With ``device="cpu"`` the lists say how many instances there are.
     ``output`` is given the name of a process and each line that it prints. Raises `ConfigError` for a pool that cannot
     work.
     """
-    plan = plan_pool(server_args, encoder_gpus=encoder_gpus, denoiser_gpus=denoiser_gpus, decoder_gpus=decoder_gpus)
+    plan = plan_pool(
+        server_args,
+        encoder_gpus=encoder_gpus,
+        denoiser_gpus=denoiser_gpus,
+        decoder_gpus=decoder_gpus,
+        encoder_decoder_gpus=encoder_decoder_gpus,
+    )
     group = Group(plan.processes, output=output)
     group.start()
     return Pool(plan, group)
