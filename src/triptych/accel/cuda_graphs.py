@@ -1,8 +1,8 @@
 """CUDA graphs of whole forwards, for shapes so small that the host cannot launch kernels as fast as the GPU runs them.
 
 A forward is recorded once for each kind of call and then replayed as one launch. Whether that helps is measured on the
-first calls of a kind: a forward that takes long on the GPU is left alone, and of the others those are replayed that a
-recording makes faster. Replaying runs the same kernels, so the bytes are the same.
+first calls of a kind: a forward that the host has launched long before the GPU is done is left alone, and of the others
+those are replayed that a recording makes faster. Replaying runs the same kernels, so the bytes are the same.
 """
 
 from __future__ import annotations
@@ -23,10 +23,15 @@ from triptych.accel.batching import Call, call_of
 
 log = logging.getLogger(__name__)
 
-_LONG: Final = 0.05
-"""A forward of so many seconds hides its launches."""
+_HELD_UP: Final = 0.7
+"""Of the time that a forward takes: if launching it takes more, the GPU waits for the host."""
+_LONG: Final = 0.15
+"""Seconds that no forward takes to launch, but one that fills the GPU's queue; its memory is too much to record."""
+_LOOKS: Final = 3
+"""How often a forward is timed before it is left alone. A single call can be slow for many reasons."""
 _GAIN: Final = 0.9
 """A recording is kept when it takes less than this share of the forward's time."""
+_LEFT_ALONE: Final = "no CUDA graph: a forward takes %.2f ms, the host has launched it after %.2f ms"
 _MOST: Final = 8
 """Recordings kept; each holds the memory of one forward."""
 _MOST_KINDS: Final = 64
@@ -56,6 +61,8 @@ class _Kind:
     """Calls of equal shapes: how many were seen, and what came of looking at them."""
 
     calls: int = 0
+    held_up: bool = False
+    """Whether the GPU was seen to wait for the host."""
     settled: bool = False
     recording: _Recording | None = None
 
@@ -91,16 +98,21 @@ class CudaGraphs:
         return sum(kind.recording is not None for kind in self._kinds.values())
 
     def _look(self, kind: _Kind, run: Callable[[], Any], compute: Callable[..., Any], call: Call) -> Any:
-        """One of the first calls of a kind: the first may compile, the second is timed, the third is recorded."""
+        """One of the first calls of a kind: one may compile, some are timed, and what is held up is recorded."""
         kind.calls += 1
         if kind.calls == 1:
             return run()
-        if kind.calls == 2:
+        if not kind.held_up:
             torch.cuda.synchronize()
             begun = time.perf_counter()
             result = run()
+            launched = time.perf_counter() - begun
             torch.cuda.synchronize()
-            kind.settled = time.perf_counter() - begun > _LONG
+            took = time.perf_counter() - begun
+            kind.held_up = took < _LONG and launched > _HELD_UP * took
+            kind.settled = not kind.held_up and kind.calls > _LOOKS
+            if kind.settled:
+                log.info(_LEFT_ALONE, took * 1e3, launched * 1e3)
             return result
         kind.settled = True
         kind.recording = _recorded(compute, call)
