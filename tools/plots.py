@@ -44,7 +44,7 @@ PLOTS = (
     Plot(
         file="denoiser.svg",
         title="One denoiser forward of Wan2.1-T2V-1.3B, 81 frames of 832x480, H200 (ms)",
-        heading=("Profile", "ms"),
+        heading=("Profile", "ms queued"),
         columns=(1,),
     ),
     Plot(
