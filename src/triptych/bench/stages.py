@@ -46,6 +46,8 @@ class Row:
     """Of a call that is waited for, with what the host takes before the GPU has its first work."""
     ratio: float
     """Stock time over this time."""
+    launched: float
+    """Seconds of that call until the host has given the GPU all work: where that is most of it, the host is slow."""
     queued: float
     """Seconds of a call among others that the GPU has in its queue already, as within a request."""
     queued_ratio: float
@@ -224,6 +226,7 @@ class _Figures(TypedDict):
 
     seconds: float
     ratio: float
+    launched: float
     queued: float
     queued_ratio: float
     peak_gib: float
@@ -234,6 +237,7 @@ class _Times:
     """Medians of one call in seconds, as in `Row`."""
 
     waited: float
+    launched: float
     queued: float
     peak_gib: float
 
@@ -242,6 +246,7 @@ class _Times:
         return {
             "seconds": self.waited,
             "ratio": stock.waited / self.waited,
+            "launched": self.launched,
             "queued": self.queued,
             "queued_ratio": stock.queued / self.queued,
             "peak_gib": self.peak_gib,
@@ -254,9 +259,11 @@ def _measure(call: Callable[[], object], repeats: int) -> _Times:
     torch.cuda.synchronize()
     torch.cuda.reset_peak_memory_stats()
     waited: list[float] = []
+    launched: list[float] = []
     for _ in range(repeats):
         start = time.perf_counter()
         call()
+        launched.append(time.perf_counter() - start)
         torch.cuda.synchronize()
         waited.append(time.perf_counter() - start)
     events = [torch.cuda.Event(enable_timing=True) for _ in range(repeats + 1)]
@@ -268,7 +275,7 @@ def _measure(call: Callable[[], object], repeats: int) -> _Times:
     torch.cuda.synchronize()
     queued = [start.elapsed_time(end) / 1e3 for start, end in itertools.pairwise(events)]
     peak = torch.cuda.max_memory_allocated() / (1 << 30)
-    return _Times(statistics.median(waited), statistics.median(queued), peak)
+    return _Times(statistics.median(waited), statistics.median(launched), statistics.median(queued), peak)
 
 
 def _wan_tflop(model: Any, shape: Shape) -> float:
@@ -292,7 +299,7 @@ def print_rows(rows: list[Row], title: str) -> None:
     for column in ("stage", "variant"):
         table.add_column(column)
     for column in (
-        *("waited for ms", "x stock", "queued ms", "x stock"),
+        *("waited for ms", "x stock", "to launch", "queued ms", "x stock"),
         *("share of floor", "relative error", "peak GiB", "first s"),
     ):
         table.add_column(column, justify="right")
@@ -302,6 +309,7 @@ def print_rows(rows: list[Row], title: str) -> None:
             row.variant,
             f"{row.seconds * 1e3:.1f}",
             f"{row.ratio:.2f}",
+            f"{row.launched * 1e3:.1f}",
             f"{row.queued * 1e3:.1f}",
             f"{row.queued_ratio:.2f}",
             "" if row.floor_share is None else f"{row.floor_share:.0%}",
@@ -310,7 +318,7 @@ def print_rows(rows: list[Row], title: str) -> None:
             f"{row.first:.1f}" if row.first else "",
         )
     # A pipe has no width of its own, and 80 columns are too few.
-    Console(width=None if sys.stdout.isatty() else 132).print(table)
+    Console(width=None if sys.stdout.isatty() else 144).print(table)
 
 
 def main(argv: Sequence[str]) -> int:
@@ -330,8 +338,8 @@ def main(argv: Sequence[str]) -> int:
         rows.append(row)
         error = "" if row.error is None else f", relative error {row.error:.2e}"
         print(
-            f"{row.stage}, {row.variant}: {row.seconds * 1e3:.1f} ms waited for, {row.queued * 1e3:.1f} ms queued, "
-            f"first call {row.first:.1f} s{error}",
+            f"{row.stage}, {row.variant}: {row.seconds * 1e3:.1f} ms waited for, {row.launched * 1e3:.1f} to launch, "
+            f"{row.queued * 1e3:.1f} queued, first call {row.first:.1f} s{error}",
             flush=True,
         )
     print_rows(rows, f"{args.size}, {args.shape}, {torch.cuda.get_device_name()}, torch {torch.__version__}")
