@@ -181,7 +181,7 @@ def test_weights_that_are_replaced_are_not_fetched(
     files = [str(file.relative_to(model)) for file in model.rglob("*") if file.is_file()]
     fetched: set[str] = set()
 
-    def download(repo: str, **patterns: Any) -> str:
+    def download(repo: str, *, revision: str | None, **patterns: Any) -> str:
         fetched.update(filter_repo_objects(files, **patterns))
         return str(model)
 

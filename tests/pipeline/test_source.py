@@ -63,7 +63,7 @@ def test_a_hub_id_fetches_configs_and_the_asked_weights_only(tmp_path: Path, mon
     ]  # fmt: skip
     got: list[set[str]] = []
 
-    def download(repo: str, **patterns: Any) -> str:
+    def download(repo: str, *, revision: str | None, **patterns: Any) -> str:
         assert repo == "owner/model"
         got.append(set(filter_repo_objects(files, **patterns)))
         (tmp_path / "model_index.json").write_text("{}")
@@ -77,6 +77,26 @@ def test_a_hub_id_fetches_configs_and_the_asked_weights_only(tmp_path: Path, mon
     assert {"tokenizer/spiece.model", "vae/config.json", "scheduler/scheduler_config.json"} <= got[0]
     assert got[1] - got[0] == {"vae/diffusion_pytorch_model.safetensors"}
     assert got[2] - got[0] == {"unet/model-00001-of-00002.safetensors"}
+
+
+def test_a_revision_is_asked_for_by_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[str | None] = []
+
+    def download(repo: str, *, revision: str | None, **patterns: Any) -> str:
+        asked.append(revision)
+        (tmp_path / "model_index.json").write_text("{}")
+        return str(tmp_path)
+
+    monkeypatch.setattr("huggingface_hub.snapshot_download", download)
+    resolve_source("owner/model")
+    resolve_source("owner/model", ["vae"], "refs/pr/3")
+    assert asked == [None, "refs/pr/3"]
+
+
+def test_a_revision_of_a_model_on_this_machine_is_refused(tmp_path: Path) -> None:
+    for model in ("tiny", str(tmp_path)):
+        with pytest.raises(ModelError, match=r"revision 'v1': model .* is on this machine"):
+            resolve_source(model, revision="v1")
 
 
 def test_an_unreachable_hub_is_an_error_that_names_the_model(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -230,6 +230,7 @@ def _models(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "model", metavar="MODEL", nargs="?", help="model folder, Hub id or embedded model; default: all"
     )
+    parser.add_argument("--revision", metavar="NAME", help="branch, tag or commit of a model from the Hub")
 
 
 def _keygen(parser: argparse.ArgumentParser) -> None:

@@ -12,6 +12,6 @@ def run(args: argparse.Namespace) -> int:
     if args.model is None:
         print(table(capabilities()))
     else:
-        parts = model_parts(args.model)  # raises for a model that cannot be split
-        print(table([model_capability(args.model)]), parts_table(parts), sep="\n\n")
+        parts = model_parts(args.model, args.revision)  # raises for a model that cannot be split
+        print(table([model_capability(args.model, args.revision)]), parts_table(parts), sep="\n\n")
     return 0

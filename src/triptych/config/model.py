@@ -83,6 +83,8 @@ class ModelConfig:
 
     path: str
     """A Diffusers-layout folder, a Hub id, or the name of an embedded model (``tiny``)."""
+    revision: str | None = None
+    """Branch, tag or commit of a Hub id; None: its main branch."""
     task: Task | None = None
     """What to do with the weights, where Diffusers has a pipeline of the same family for it; None: what the model's
     index names."""

@@ -56,6 +56,7 @@ class ServerArgs:
     decoder_tp: int | None = None
     denoiser_tp: int = 1
     device: DeviceType | None = None
+    revision: str | None = None
     dtype: DTypeName | None = None
     encoder_urls: tuple[str, ...] = ()
     denoiser_urls: tuple[str, ...] = ()
@@ -235,6 +236,7 @@ class ServerArgs:
             ),
             model=ModelConfig(
                 path=self.model_path,
+                revision=self.revision,
                 device=self.device or default_device,
                 dtype=self.dtype,
                 task=self.task,

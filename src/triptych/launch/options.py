@@ -158,6 +158,14 @@ OPTIONS: tuple[Option, ...] = (
         "GPUs that each decode a strip of the pictures (Wan's VAE); default: all of one that is a decoder alone",
     ),
     _option("denoiser_tp", read_integer, 1, COMPUTE, "N", "GPUs that share the weights, of Wan's transformers"),
+    _option(
+        "revision",
+        read_text,
+        None,
+        COMPUTE,
+        "NAME",
+        "branch, tag or commit of a model from the Hub; default: its main branch",
+    ),
     _option("device", one_of("cuda", "cpu"), None, COMPUTE, "{cuda,cpu}", "default: cuda where torch sees a GPU"),
     _option(
         "dtype",

@@ -90,13 +90,13 @@ def capability_of(pipeline: str) -> Capability:
     return _with_tasks(_own_capability(pipeline))
 
 
-def model_capability(model: str) -> Capability:
+def model_capability(model: str, revision: str | None = None) -> Capability:
     """What can be done with ``model``, as its index and configs are read: a folder, a Hub id or an embedded
     name.
 
     Raises `ModelError` for a model that has no index.
     """
-    folder = resolve_source(model)
+    folder = resolve_source(model, revision=revision)
     index = read_index(folder)
     found = _with_tasks(_capability(index))
     kinds = {name: kind for name, (_, kind) in index_components(index).items()}
@@ -145,12 +145,12 @@ def _capability(index: dict[str, Any]) -> Capability:
     return Capability(pipeline=pipeline, split="replay", task=anatomy.task, ways=replay_ways(kind, anatomy))
 
 
-def model_parts(model: str) -> tuple[Part, ...]:
+def model_parts(model: str, revision: str | None = None) -> tuple[Part, ...]:
     """Which role runs what of ``model``: a folder, a Hub id or an embedded name. No weights are read.
 
     Raises `ModelError` for a model that cannot be split, with the reason.
     """
-    index = read_index(resolve_source(model))
+    index = read_index(resolve_source(model, revision=revision))
     present = index_components(index)
     if modular_counterpart(index) is not None:
         _, parts = _cut(index)

@@ -63,7 +63,7 @@ def load_cold(
         keep_graphs_in(model.cache_dir or default_folder())
         count_compilations(loading.tally)
         allow_many_graphs()
-    folder = resolve_source(model.path)
+    folder = resolve_source(model.path, revision=model.revision)
     index = for_task(read_index(folder), model.task)
     _check_overrides(model.components, index_components(index))
     if modular_counterpart(index) is not None:

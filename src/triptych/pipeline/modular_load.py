@@ -66,7 +66,8 @@ class _Plan:
             raise ConfigError(f"previews: {self._kind} denoises chunk after chunk, in a loop that is closed")
         self._shows = model.previews and loading.serves(Role.DENOISER)
         read = loading.from_model(self._owners)
-        self._folder = resolve_source(model.path, [*read, *loading.from_model(["vae"] if self._shows else [])])
+        wanted = [*read, *loading.from_model(["vae"] if self._shows else [])]
+        self._folder = resolve_source(model.path, wanted, model.revision)
         read_ahead(self._folder, read)
         self._stand_ins = {
             name: stand_in(self._folder, name, *entry, loading.dtype) for name, entry in self._present.items()

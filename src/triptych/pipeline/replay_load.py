@@ -44,7 +44,7 @@ def load_replay(loading: Loading, index: dict[str, Any]) -> ReplayRolePipeline:
     owned = {role: owned_components(role, anatomy, classes) for role in ROLES if loading.serves(role)}
     owners = {name: role for role, names in owned.items() for name in sorted(names)}
     read = loading.from_model(owners)
-    folder = resolve_source(model.path, read)
+    folder = resolve_source(model.path, read, model.revision)
     read_ahead(folder, read)
     stand_ins: dict[str, Any] = {
         name: _stand_in(folder, name, entry, classes[name], loading.dtype, where) for name, entry in present.items()

@@ -20,13 +20,18 @@ _VARIANTS = ("*/*.*.safetensors",)
 """Second copies of the weights, as ``model.fp16.safetensors`` beside ``model.safetensors``, which nothing loads."""
 
 
-def resolve_source(path: str, components: Iterable[str] | None = None) -> Path:
+def resolve_source(path: str, components: Iterable[str] | None = None, revision: str | None = None) -> Path:
     """The local folder of a model.
 
     ``path`` is an embedded name (``tiny``), a Diffusers-layout folder, or a Hub id. For a Hub id, configs and
-    tokenizers are always fetched and weights only for ``components``; None fetches no weights.
+    tokenizers are always fetched and weights only for ``components``; None fetches no weights. ``revision`` is a
+    branch, tag or commit of a Hub id.
     Raises `ModelError` that says what was tried.
     """
+    if revision is not None and (path in EMBEDDED or Path(path).expanduser().is_dir()):
+        raise ModelError(
+            f"revision {revision!r}: model {path!r} is on this machine, only those of the Hub have revisions"
+        )
     if path in EMBEDDED:
         return EMBEDDED[path]
     folder = Path(path).expanduser()
@@ -42,7 +47,7 @@ def resolve_source(path: str, components: Iterable[str] | None = None) -> Path:
             f"or an embedded model ({', '.join(sorted(EMBEDDED))})"
         )
     patterns = [*_CONFIGS, *(f"{name}/*.{kind}" for name in components or () for kind in _WEIGHTS)]
-    return _fetch(path, patterns)
+    return _fetch(path, revision, patterns)
 
 
 def spelled(path: str) -> str:
@@ -104,15 +109,18 @@ def _is_hub_id(path: str) -> bool:
     return bool(owner and name) and "/" not in name and not path.startswith((".", "~"))
 
 
-def _fetch(repo: str, patterns: list[str]) -> Path:
+def _fetch(repo: str, revision: str | None, patterns: list[str]) -> Path:
     from huggingface_hub import snapshot_download
     from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
 
     try:
-        folder = Path(snapshot_download(repo, allow_patterns=patterns, ignore_patterns=list(_VARIANTS)))
+        folder = Path(
+            snapshot_download(repo, revision=revision, allow_patterns=patterns, ignore_patterns=list(_VARIANTS))
+        )
     except (HfHubHTTPError, HFValidationError, LocalEntryNotFoundError, OSError) as error:
         kind = ModelUnreachable if _may_pass(error) else ModelError
-        raise kind(f"model {repo!r}: neither a local folder nor to be had from the Hub: {error}") from error
+        said = f"model {repo!r}" if revision is None else f"model {repo!r}, revision {revision!r}"
+        raise kind(f"{said}: neither a local folder nor to be had from the Hub: {error}") from error
     if not _has_index(folder):
         raise ModelError(
             f"model {repo!r}: the repository has no {INDEX} nor {MODULAR_INDEX}, so it is not a Diffusers pipeline"
