@@ -130,7 +130,9 @@ class Journal:
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder
-        self._inbox: queue.SimpleQueue[_Row | _Purge | _Wait | _Close] = queue.SimpleQueue()
+        # No SimpleQueue, which is waited on for a while: before Python 3.13 its get never ends when the timeout passes
+        # before it begins to wait.
+        self._inbox: queue.Queue[_Row | _Purge | _Wait | _Close] = queue.Queue()
         self._number = 0
         self._database: sqlite3.Connection | None = None
         self._lock = -1

@@ -19,7 +19,7 @@ import threading
 from collections.abc import Callable, Sequence
 from multiprocessing.connection import Connection
 from pathlib import Path
-from queue import Empty, SimpleQueue
+from queue import Empty, Queue
 from typing import Final
 
 import torch
@@ -209,7 +209,8 @@ class _Follower:
 
     def __init__(self, rank: int) -> None:
         self.rank = rank
-        self._answers: SimpleQueue[Answer | None] = SimpleQueue()
+        # No SimpleQueue: before Python 3.13 its get never ends when the timeout passes before it begins to wait.
+        self._answers: Queue[Answer | None] = Queue()
         self._mine, its = socket.socketpair()
         self._connection = Connection(os.dup(self._mine.fileno()))
         with its:
