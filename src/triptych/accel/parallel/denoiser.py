@@ -11,7 +11,7 @@ from torch import nn
 from triptych.accel.parallel.degrees import Degrees, Layout
 from triptych.accel.parallel.guidance import BranchSharing
 from triptych.accel.parallel.ring import use_ring_attention
-from triptych.accel.parallel.sequence import TokenSharing, context, split_masks
+from triptych.accel.parallel.sequence import TokenSharing, context, put_masks_together
 from triptych.accel.parallel.team import Team
 from triptych.accel.parallel.tensor import shard
 from triptych.accel.qwen_dit import leave_out_masks
@@ -36,7 +36,7 @@ class SharedDenoiser:
                     leave_out_masks(model)
                 use_ring_attention(model, team.device)
             if max(degrees.guided.ulysses, degrees.plain.ulysses) > 1:
-                split_masks(model)
+                put_masks_together()
             if self._guided is not None or self._plain is not None:
                 self._install_layouts(model)
             if self._branches is not None:

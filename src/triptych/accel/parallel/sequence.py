@@ -45,27 +45,31 @@ def ways_of(name: str, plan: object) -> tuple[Literal["ulysses", "ring"], ...]:
     return ("ulysses",) if name in _MASKED else ("ulysses", "ring")
 
 
-def split_masks(model: nn.Module) -> None:
-    """Have attention under Ulysses take this rank's heads of a mask [batch, heads, queries, keys], where ``model`` has
-    such; the parts of a mask's keys are put together by Diffusers itself."""
-    if type(model).__name__ not in _MASKED:
-        return
+def put_masks_together() -> None:
+    """Have attention under Ulysses see the mask of all keys, of this rank's heads where it has a row for each head.
+
+    Diffusers itself joins the parts of a mask [batch, heads or 1, queries or 1, keys], but not where heads differ in
+    it, and where parts differ in length it leaves what it pads them with between them.
+    """
     for backend, function in dispatch._AttentionBackendRegistry._backends.items():
-        if not hasattr(function, "splits_masks"):
-            dispatch._AttentionBackendRegistry._backends[backend] = _with_split_mask(function)
+        if not hasattr(function, "has_whole_masks"):
+            dispatch._AttentionBackendRegistry._backends[backend] = _with_whole_mask(function)
 
 
-def _with_split_mask(function: Callable[..., Any]) -> Callable[..., Any]:
+def _with_whole_mask(function: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(function)
     def attend(query: Any, key: Any, value: Any, attn_mask: Any = None, *args: Any, **kwargs: Any) -> Any:
         parallel = kwargs.get("_parallel_config")
         config = None if parallel is None else parallel.context_parallel_config
-        if attn_mask is not None and config is not None and _has_heads(attn_mask, query.shape[2]):
-            own = attn_mask.chunk(config.ulysses_degree, dim=1)[config._ulysses_local_rank]
-            attn_mask = own.contiguous()
+        if attn_mask is not None and config is not None and config.ulysses_degree > 1:
+            if _has_heads(attn_mask, query.shape[2]):
+                own = attn_mask.chunk(config.ulysses_degree, dim=1)[config._ulysses_local_rank]
+                attn_mask = own.contiguous()
+            if config.ulysses_anything and attn_mask.shape[-1] == key.shape[1]:
+                attn_mask = _joined(attn_mask, attn_mask.dim() - 1, config)
         return function(query, key, value, attn_mask, *args, **kwargs)
 
-    setattr(attend, "splits_masks", True)  # noqa: B010  # a function's own attribute
+    setattr(attend, "has_whole_masks", True)  # noqa: B010  # a function's own attribute
     return attend
 
 
