@@ -97,6 +97,7 @@ def test_a_file_imports_only_what_its_layer_may(path: Path) -> None:
 @pytest.mark.parametrize(
     ("module", "absent"),
     [
+        ("triptych", ("torch", "diffusers", "transformers", "fastapi", "zmq", "httpx", "msgspec")),
         ("triptych.server.service", ("torch", "diffusers", "transformers", "PIL")),
         ("triptych.api.app", ("torch", "diffusers", "transformers")),
         ("triptych.cli.main", ("torch", "diffusers", "fastapi", "zmq")),
@@ -109,3 +110,21 @@ def test_importing_a_layer_does_not_load_what_it_never_needs(module: str, absent
     result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False, timeout=300)
     assert result.returncode == 0, result.stderr
     assert result.stdout.strip() == "[]"
+
+
+def test_the_client_is_had_from_the_package_itself_and_loads_no_server() -> None:
+    absent = ("torch", "diffusers", "transformers", "fastapi", "zmq")
+    code = f"from triptych import AsyncClient, Client; import sys; print([m for m in {absent!r} if m in sys.modules])"
+    result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False, timeout=300)
+    assert result.returncode == 0, result.stderr
+    assert result.stdout.strip() == "[]"
+
+
+def test_the_package_has_every_name_that_it_says() -> None:
+    from triptych import AsyncClient, Client
+    from triptych import client as package
+
+    assert (Client, AsyncClient) == (package.Client, package.AsyncClient)
+    assert [name for name in triptych.__all__ if not hasattr(triptych, name)] == []
+    with pytest.raises(AttributeError, match="no attribute 'Clent'"):
+        triptych.Clent  # noqa: B018
