@@ -18,13 +18,13 @@ _REACHED: dict[JobState, int] = {
     JobState.ENCODER_WAITING: 0,
     JobState.ENCODER_RUNNING: 1,
     JobState.ENCODER_DONE: 5,
-    JobState.DENOISING_WAITING: 5,
     JobState.DENOISING_DONE: 90,
     JobState.DECODER_WAITING: 90,
     JobState.DECODER_RUNNING: 92,
     JobState.DONE: 100,
 }
-"""Per cent done on reaching a state; steps fill the room between 5 and 90."""
+"""Per cent done on reaching a state; steps fill the room between 5 and 90, also those of a job that waits for the rest
+of them, because it was paused, preempted or moved."""
 
 _DENOISED = frozenset({JobState.DENOISING_DONE, JobState.DECODER_WAITING, JobState.DECODER_RUNNING, JobState.DONE})
 
