@@ -86,11 +86,12 @@ class Painter(NoopInstance):
         """One stage."""
         if lease.role is Role.ENCODER:
             self._house.seen.append((params, blobs))
-        if f"hold {lease.role}" in params["prompt"]:
+        prompt = params.get("prompt", "")
+        if f"hold {lease.role}" in prompt:
             self._house.held[lease] = self
             return None
         if lease.role is Role.DENOISER:
-            return self._denoise(lease, params["prompt"])
+            return self._denoise(lease, prompt)
         if lease.role is Role.DECODER:
             return self._decode(lease, params)
         return self.outcome(lease)

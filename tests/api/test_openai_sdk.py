@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import base64
 import io
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
+import msgspec
 import openai
 import pytest
 from PIL import Image
@@ -103,6 +104,32 @@ def test_a_remix_starts_from_the_same_picture(sdk: openai.OpenAI, house: Any) ->
     params, blobs = house.seen[-1]
     assert params["prompt"] == "a dog"
     assert blobs == (buffer.getvalue(),)
+
+
+def test_a_model_without_prompt_is_used_with_an_empty_one(
+    make_house: Callable[..., Any], house: Any, picture: bytes
+) -> None:
+    """To this SDK a prompt is required everywhere."""
+    schema = house.service.schema()
+    params = (
+        msgspec.structs.replace(p, required=True, nullable=False) if p.name == "image" else p
+        for p in schema.params
+        if p.name != "prompt"
+    )
+    with (
+        make_house(accepts=msgspec.structs.replace(schema, params=tuple(params))) as mute,
+        openai.OpenAI(base_url=f"{mute.url}/v1", api_key="none", max_retries=0) as sdk,
+    ):
+        video = sdk.videos.create_and_poll(prompt="", input_reference=("a.png", picture))
+        assert (video.status, video.prompt) == ("completed", None)
+        remix = sdk.videos.poll(sdk.videos.remix(video.id, prompt="").id)
+        assert remix.status == "completed"
+        assert mute.seen[-1] == mute.seen[-2]
+        assert mute.seen[-1][1] == (picture,)
+        edited = sdk.images.edit(prompt="", image=("a.png", picture), response_format="b64_json")
+        assert edited.data is not None
+        with pytest.raises(openai.BadRequestError, match="takes no prompt"):
+            sdk.videos.create(prompt="a cat", input_reference=("a.png", picture))
 
 
 def test_a_remix_of_nothing_is_not_found(sdk: openai.OpenAI) -> None:

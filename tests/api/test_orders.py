@@ -105,6 +105,17 @@ def test_a_model_without_prompt_is_asked_without_one() -> None:
     }  # fmt: skip
 
 
+@pytest.mark.parametrize("prompt", ["", None])
+def test_an_empty_prompt_is_none_for_a_model_that_takes_none(prompt: str | None) -> None:
+    body = Body(fields={"prompt": prompt}, uploads={"image": [FIRST]})
+    assert "prompt" not in read_order(WORDLESS, body, "video").params
+    spoken = read_fields(WORDLESS, Body(fields={"prompt": prompt}, uploads={"image_file": [FIRST]}), "video")
+    assert spoken.body.fields == {}
+    assert spoken.digest == read_fields(WORDLESS, Body(fields={}, uploads={"image_file": [FIRST]}), "video").digest
+    with pytest.raises(BadRequest, match="prompt"):
+        read_order(PAIR, body, "video")  # which needs one
+
+
 def test_the_task_api_has_its_own_names_for_pictures() -> None:
     uploads = {"image_file": [FIRST], "last_frame_file": [SECOND]}
     fields = read_fields(PAIR, Body(fields={"prompt": "a"}, uploads=uploads, form=True), "video")
@@ -123,6 +134,8 @@ def test_the_task_api_has_its_own_names_for_pictures() -> None:
 def test_the_document_names_them_too() -> None:
     assert {"mask", "mask_image"} <= request_body(INPAINT, "image", form=True)["properties"].keys()
     assert {"last_frame", "last_image"} <= request_body(PAIR, "video", form=False)["properties"].keys()
-    assert "prompt" not in request_body(WORDLESS, "video", form=False)["properties"]
+    for body in (request_body(WORDLESS, "video", form=True), task_body(WORDLESS, "video", form=True)):
+        assert body["properties"]["prompt"]["enum"] == [""]
+        assert "prompt" not in body["required"]
     assert {"image_path", "image_mask_path"} <= set(task_body(INPAINT, "image", form=False)["required"])
     assert "last_frame_file" in task_body(PAIR, "video", form=True)["properties"]

@@ -9,7 +9,15 @@ from fastapi import FastAPI
 from fastapi.openapi.utils import get_openapi
 
 from triptych.api.keys import OPEN
-from triptych.api.openapi_params import FILE, REFERENCE, nullable, property_of, seconds_schema, size_pattern
+from triptych.api.openapi_params import (
+    FILE,
+    NO_PROMPT,
+    REFERENCE,
+    nullable,
+    property_of,
+    seconds_schema,
+    size_pattern,
+)
 from triptych.api.openapi_tasks import KINDS, UNKNOWN, remix_body, task_body
 from triptych.api.orders import MEDIA, RESPONSE_FORMATS, Output, accepted, picture_fields, picture_params, spoken
 from triptych.api.timeouts import timeout_schemas
@@ -162,6 +170,8 @@ def _spoken(schema: RequestSchema, output: Output, params: dict[str, Param], *, 
         found["size"] = {"type": "string", "pattern": size_pattern(params), "example": "832x480"}
     if "seconds" in names:
         found["seconds"] = seconds_schema(params, form=form)
+    if "prompt" not in params:
+        found["prompt"] = NO_PROMPT
     if "response_format" in names:
         found["response_format"] = {"type": "string", "enum": list(RESPONSE_FORMATS)}
     return found

@@ -26,6 +26,8 @@ REFERENCE: Final[dict[str, Any]] = {
     ],
 }
 
+NO_PROMPT: Final[dict[str, Any]] = {"enum": [""], "description": "This model takes no prompt; an empty one is none."}
+
 _SCALE: Final = r"[+-]?(?:0{0,2}[0-9](?:\.[0-9]{0,30})?|0?10(?:\.0{0,30})?|\.[0-9]{1,30})(?:[eE]-[0-9]{1,3})?"
 """Of an adapter: a number within `MAX_ADAPTER_SCALE` of 0."""
 

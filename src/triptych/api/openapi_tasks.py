@@ -6,7 +6,15 @@ from typing import Any, Final
 
 import msgspec
 
-from triptych.api.openapi_params import FILE, REFERENCE, nullable, property_of, seconds_schema, size_pattern
+from triptych.api.openapi_params import (
+    FILE,
+    NO_PROMPT,
+    REFERENCE,
+    nullable,
+    property_of,
+    seconds_schema,
+    size_pattern,
+)
 from triptych.api.orders import Output, accepted, picture_params
 from triptych.api.task_orders import LORA, NEUTRAL, PICTURES, RENAMED, SUFFIXES
 from triptych.ids import MAX_ADAPTER_SCALE
@@ -39,6 +47,7 @@ def task_body(schema: RequestSchema | None, output: Output, *, form: bool, singl
     spoken = {name: old for old, name in RENAMED.items()}
     fields = {spoken.get(name, name): property_of(p, form=form) for name, p in params.items() if name not in pictures}
     fields["model"] = {"type": "string", "enum": list(schema.names)}
+    fields.setdefault("prompt", NO_PROMPT)
     fields["task_id"] = {"type": "string", "pattern": "^([A-Za-z0-9][A-Za-z0-9_.-]{0,127})?$"}
     endings = "|".join(suffix[1:] for suffix in SUFFIXES[output])
     fields["save_result_path"] = {
@@ -85,6 +94,7 @@ def remix_body(schema: RequestSchema | None, *, form: bool) -> dict[str, Any]:
     if {"num_frames", "fps"} <= params.keys():
         fields["seconds"] = seconds_schema(params, form=form)
     required = ["prompt"] if "prompt" in fields else []
+    fields.setdefault("prompt", NO_PROMPT)
     if not form:
         fields = {name: found if name in required else nullable(found) for name, found in fields.items()}
     pairs = [["size", "width"], ["size", "height"], ["seconds", "num_frames"]]

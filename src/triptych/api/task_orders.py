@@ -15,7 +15,7 @@ from typing import Any, Final, cast
 
 from triptych.api.body import Body
 from triptych.api.idempotency import canonical
-from triptych.api.orders import Output, accepted, picture_params
+from triptych.api.orders import Output, accepted, is_no_prompt, picture_params
 from triptych.api.timeouts import TIMEOUTS
 from triptych.api.validation import (
     check_sides,
@@ -106,7 +106,11 @@ class TaskFields:
 
 def read_fields(schema: RequestSchema, body: Body, output: Output) -> TaskFields:
     """Take a request apart. Raises `BadRequest` that names the client's field."""
-    given = {name: value for name, value in body.fields.items() if not _is_empty(name, value, form=body.form)}
+    given = {
+        name: value
+        for name, value in body.fields.items()
+        if not _is_empty(name, value, form=body.form) and not is_no_prompt(schema, name, value)
+    }
     task_id = given.pop("task_id", None)
     if task_id is not None and not (isinstance(task_id, str) and _ID.fullmatch(task_id)):
         refuse("task_id", task_id, "up to 128 letters, digits, '-', '_' and '.'")
