@@ -4,9 +4,10 @@ Theory of operation. A resumed run executes its block from the beginning, which 
 encoder's output determines, and skips the steps that were done. So a checkpoint need only hold what the steps changed:
 the loop's state is looked at before the first step and compared when the checkpoint is taken. That goes for the
 entries of the block's state and for the fields of schedulers, guiders and whatever objects of Diffusers these hold.
-Tensors are compared by identity and version, plain values by value, random generators are always kept. Whatever was
-changed and cannot cross a process boundary makes the run one that has no checkpoints, rather than one that resumes
-wrongly.
+Tensors are compared by identity and version, plain values by value, and random generators are always kept. A field that
+holds one of those objects, or a model, is kept as the path of it: a loop puts the guider and the transformer of its
+present stage there. Whatever was changed and cannot cross a process boundary makes the run one that has no checkpoints,
+rather than one that resumes wrongly.
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ from triptych.pipeline.codec import decode_state, encode_state
 Frozen = tuple[bytes, tuple[torch.Tensor, ...]]
 """A value tree in MessagePack and the tensors that it refers to."""
 
-_SECTIONS = {"step", "steps", "replaced", "written", "host", "generators"}
+_SECTIONS = {"step", "steps", "replaced", "written", "pointed", "host", "generators"}
 
 
 class Unsaved(Exception):
@@ -45,10 +46,12 @@ class Baseline:
         """What has changed since, copied, after ``step`` of ``steps``. Raises `Unsaved`."""
         replaced: dict[str, dict[str, Any]] = {}
         written: dict[str, dict[str, Any]] = {}
+        pointed: dict[str, dict[str, str]] = {}
         host: list[str] = []
         owners = _owners(components, block_state)
         if owners.keys() != self._marks.keys():
             raise Unsaved(f"objects came or went: {', '.join(sorted(owners.keys() ^ self._marks.keys()))}")
+        targets = _targets(components, owners)
         for path, owner in owners.items():
             before, now = self._marks[path], vars(owner)
             if gone := before.keys() - now.keys():
@@ -57,6 +60,9 @@ class Baseline:
                 mark = _mark(value)
                 old = before.get(name)
                 if old is not None and old.same(mark):
+                    continue
+                if (target := next((at for at, it in targets.items() if it is value), None)) is not None:
+                    pointed.setdefault(path, {})[name] = target
                     continue
                 if any(isinstance(leaf, torch.Generator) for leaf in _leaves(value)):
                     raise Unsaved(f"{path}.{name}: a random generator was exchanged")
@@ -69,6 +75,7 @@ class Baseline:
             "steps": steps,
             "replaced": replaced,
             "written": written,
+            "pointed": pointed,
             "host": host,
             "generators": dict(_generators(owners)),
         }
@@ -113,6 +120,11 @@ class Saved:
                         getattr(owner, name).copy_(here)
                     else:
                         setattr(owner, name, here)
+        targets = _targets(components, owners)
+        for path, fields in values["pointed"].items():
+            owner = _known(owners, path)
+            for name, target in fields.items():
+                setattr(owner, name, _known(targets, target))
         present = dict(_generators(owners))
         for path, generator in values["generators"].items():
             _known(present, path).set_state(generator.get_state())
@@ -122,16 +134,25 @@ class Saved:
 
 
 def _owners(components: Any, block_state: Any) -> dict[str, Any]:
-    """The objects whose fields the steps of a loop may change, by path. Raises `Unsaved` for a caching model."""
+    """The objects whose fields the steps of a loop may change, by path. Raises `Unsaved` for a caching model.
+
+    What is a component goes by that name, whatever else holds it at the time.
+    """
     found: dict[str, Any] = {}
-    _own(found, "state", block_state)
     for name, component in components.components.items():
         if isinstance(component, torch.nn.Module):
             if getattr(component, "is_cache_enabled", False):
                 raise Unsaved(f"{name} keeps a cache between steps")
         elif hasattr(component, "set_timesteps") or hasattr(component, "prepare_models"):
             _own(found, name, component)
+    _own(found, "state", block_state)
     return found
+
+
+def _targets(components: Any, owners: Mapping[str, Any]) -> dict[str, Any]:
+    """What a field can point to, by path: the objects that steps change, and the models, which they do not."""
+    models = {name: it for name, it in components.components.items() if isinstance(it, torch.nn.Module)}
+    return {**models, **owners}
 
 
 def _own(found: dict[str, Any], path: str, owner: Any) -> None:
