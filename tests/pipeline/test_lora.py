@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import warnings
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -174,16 +175,102 @@ def test_an_alpha_beside_a_layer_counts(denoiser: Callable[[Lora], Any], tmp_pat
     assert torch.allclose(added, wanted)
 
 
-def test_folding_keeps_the_product_and_tells_converters_that_nothing_is_left_to_do() -> None:
+def test_folding_keeps_the_product() -> None:
     up, down = torch.ones(3, 2), torch.ones(2, 3)
-    key = "lora_unet_blocks_0_attn"
-    folded = fold_alphas(
-        {f"{key}.lora_up.weight": up, f"{key}.lora_down.weight": down, f"{key}.alpha": torch.tensor(1.0)}
+    weights = {"x.lora_up.weight": up, "x.lora_down.weight": down}
+    folded = fold_alphas({**weights, "x.alpha": torch.tensor(1.0), "y.alpha": torch.tensor(1.0)})
+    assert torch.equal(folded.pop("x.lora_up.weight"), up / 2)
+    assert folded == {"x.lora_down.weight": down, "y.alpha": torch.tensor(1.0)}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Layout:
+    """Names of a layer's tensors in files that carry an alpha beside each layer."""
+
+    family: str
+    layer: str
+    """As the model calls it."""
+    name: str
+    """As the file does, without what follows for each tensor."""
+    asked: dict[str, Any] = field(default_factory=dict[str, Any])
+    wide: int = 1
+    """Layers of the model in one of the file's."""
+    ends: tuple[str, str] = (".lora_down.weight", ".lora_up.weight")
+
+
+LAYOUTS = {
+    "qwen, bare": Layout(
+        family="qwen_t2i", layer="transformer_blocks.0.attn.to_q", name="transformer_blocks.0.attn.to_q",
+        asked={"negative_prompt": "bad", "guidance_scale": 4.0},
+    ),
+    "qwen, diffusion_model": Layout(
+        family="qwen_t2i", layer="transformer_blocks.0.attn.to_q",
+        name="diffusion_model.transformer_blocks.0.attn.to_q",
+        asked={"negative_prompt": "bad", "guidance_scale": 4.0},
+    ),
+    "z_image, bare": Layout(
+        family="z_image", layer="layers.0.attention.to_q", name="layers.0.attention.to_q", asked={"guidance_scale": 0.0}
+    ),
+    "z_image, diffusion_model": Layout(
+        family="z_image", layer="layers.0.attention.to_q", name="diffusion_model.layers.0.attention.to_q",
+        asked={"guidance_scale": 0.0},
+    ),
+    "wan, diffusion_model": Layout(
+        family="wan_t2v", layer="blocks.0.attn1.to_q", name="diffusion_model.blocks.0.self_attn.q",
+        asked={"num_frames": 5, "guidance_scale": 5.0},
+    ),
+    "flux, kohya": Layout(
+        family="flux", layer="transformer_blocks.0.attn.to_q", name="lora_unet_double_blocks_0_img_attn_qkv", wide=3
+    ),
+    "flux, lora_transformer": Layout(
+        family="flux", layer="transformer_blocks.0.attn.to_q", name="lora_transformer_transformer_blocks_0_attn_to_q"
+    ),
+    "flux, transformer": Layout(
+        family="flux", layer="transformer_blocks.0.attn.to_q", name="transformer.transformer_blocks.0.attn.to_q",
+        ends=(".lora_A.weight", ".lora_B.weight"),
+    ),
+    "sdxl, kohya": Layout(
+        family="sdxl", layer="down_blocks.1.attentions.0.transformer_blocks.0.attn1.to_q",
+        name="lora_unet_down_blocks_1_attentions_0_transformer_blocks_0_attn1_to_q", asked={"guidance_scale": 5.0},
+    ),
+}  # fmt: skip
+"""As published files have them."""
+
+
+@pytest.mark.parametrize("layout", LAYOUTS.values(), ids=LAYOUTS)
+def test_files_with_an_alpha_beside_each_layer_work_as_in_the_classic_pipeline(
+    checkpoint: Checkpoint, classic_checkpoint: Checkpoint, tmp_path: Path, layout: Layout
+) -> None:
+    """Alpha over rank is no power of two, so that the scale is the same to the last bit only where it is applied in
+    the same place."""
+    from diffusers import DiffusionPipeline
+
+    folder = (classic_checkpoint if layout.family in REQUESTS else checkpoint)(layout.family)
+    classic: Any = DiffusionPipeline.from_pretrained(str(folder))
+    classic.set_progress_bar_config(disable=True)
+    model = classic.unet if hasattr(classic, "unet") else classic.transformer
+    linear = model.get_submodule(layout.layer)
+    random = torch.Generator().manual_seed(5)
+    file = tmp_path / "fox.safetensors"
+    save_file(
+        {
+            layout.name + layout.ends[0]: torch.randn(RANK, linear.in_features, generator=random),
+            layout.name + layout.ends[1]: torch.randn(layout.wide * linear.out_features, RANK, generator=random),
+            layout.name + ".alpha": torch.tensor(7.0),
+        },
+        file,
     )
-    assert torch.equal(folded[f"{key}.lora_up.weight"], up / 2)
-    assert folded[f"{key}.alpha"].item() == 2
-    with pytest.raises(ValueError, match=r"x\.alpha belongs to no layer"):
-        fold_alphas({"x.alpha": torch.tensor(1.0)})
+    classic.load_lora_weights(str(file), adapter_name="fox")
+    request = {"prompt": "a cat", "height": 32, "width": 32, "num_inference_steps": 2, **layout.asked}
+    arguments = dict(request)
+    if layout.family == "qwen_t2i":
+        arguments["true_cfg_scale"] = arguments.pop("guidance_scale")
+    made = classic(**arguments, generator=torch.Generator("cpu").manual_seed(4), output_type="pil")
+    wanted = frames_of(made.frames[0] if hasattr(made, "frames") else made.images[:1])
+    config = ModelConfig(path=str(folder), device="cpu", loras=(Lora(name="fox", path=str(file)),))
+    trio = Trio.of({role: load_pipeline(config, (role,), "cpu") for role in ROLES})  # type: ignore[misc]
+    assert np.array_equal(trio.generate({**request, "seed": 4, "lora": "fox"})[0].frames, wanted)
+    assert not np.array_equal(trio.generate({**request, "seed": 4})[0].frames, wanted)
 
 
 def test_an_unknown_name_is_the_callers_mistake_and_the_list_is_told(trio: Trio) -> None:

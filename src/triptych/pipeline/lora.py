@@ -1,8 +1,8 @@
 """LoRA adapters of one loaded pipeline: put into its layers at launch, chosen anew for every step of every request.
 
 Diffusers' own loaders do the loading, so whatever layout they can read is read. They are given a file that holds only
-what belongs to the models here (text encoders live in another process than the denoiser), and in which an alpha that
-is stored beside each layer is already in the weights, because not every layout may have one there.
+what belongs to the models here (text encoders live in another process than the denoiser), otherwise as it is: an alpha
+that is stored beside each layer tells some of them which layout it is. Those that refuse one get it in the weights.
 
 The adapters that are at work belong to the models, which requests share. So a stage chooses its own before it computes
 anything, and again at each step, because another request may have had a turn in between.
@@ -15,7 +15,7 @@ import json
 import tempfile
 import warnings
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -32,13 +32,13 @@ PARAM = "lora"
 
 _TEXT_ENCODER = ("text_encoder", "lora_te")
 """How the names of a text encoder's tensors begin, in the layouts that have any."""
-_KOHYA = ("lora_unet_", "lora_te")
-"""Layouts whose converters expect an alpha beside each layer."""
 _HEADER = "lora_adapter_metadata"
 """Where a file's header has rank and alpha of each layer, as Diffusers writes it."""
 FIRST, SECOND = "transformer", "transformer_2"
 _UP = (".lora_up.weight", ".lora_B.weight", ".lora_B.default.weight", ".lora.up.weight")
 _DOWN = (".lora_down.weight", ".lora_A.weight", ".lora_A.default.weight", ".lora.down.weight")
+_REFUSALS = (ValueError, RuntimeError, KeyError, TypeError, AttributeError)
+"""What Diffusers' loaders and converters raise for a file that they cannot make anything of."""
 
 Choice = tuple[tuple[str, float], ...]
 """Adapters at work with their scales, in the order in which they add up."""
@@ -122,13 +122,8 @@ def _load(lora: Lora, pipeline: Any, own: set[str]) -> None:
 
     try:
         for share in _shares(lora, own):
-            _load_share(lora, pipeline, share)
-            targets = {SECOND} if share.second else own - {SECOND}
-            if not any(
-                inner_name(lora.name) in getattr(getattr(pipeline, name), "peft_config", {}) for name in targets
-            ):
-                raise ValueError(f"nothing in it fits {', '.join(sorted(targets))}")
-    except (OSError, ValueError, RuntimeError, KeyError, TypeError, AttributeError, SafetensorError) as error:
+            _load_share(lora, pipeline, share, {SECOND} if share.second else own - {SECOND})
+    except (OSError, *_REFUSALS, SafetensorError) as error:
         raise ModelError(f"lora {lora.name}: {' and '.join(lora.files)} cannot be loaded: {error}") from error
 
 
@@ -141,7 +136,22 @@ class _Share:
     second: bool
 
 
-def _load_share(lora: Lora, pipeline: Any, share: _Share) -> None:
+def _load_share(lora: Lora, pipeline: Any, share: _Share, targets: set[str]) -> None:
+    """Into the components ``targets``; with the alphas in the weights where it cannot be had as it is."""
+    try:
+        _hand_over(lora, pipeline, share, targets)
+    except _REFUSALS as refusal:
+        folded = fold_alphas(share.tensors)
+        if folded.keys() == share.tensors.keys() or _has(pipeline, targets, lora):
+            raise
+        try:
+            _hand_over(lora, pipeline, replace(share, tensors=folded), targets)
+        except _REFUSALS:
+            raise refusal from None  # of the file as it is
+
+
+def _hand_over(lora: Lora, pipeline: Any, share: _Share, targets: set[str]) -> None:
+    """Raises one of `_REFUSALS` for what the pipeline's loader does not take, or finds nothing in."""
     from safetensors.torch import save_file
 
     with tempfile.TemporaryDirectory(prefix="triptych-lora-") as folder, warnings.catch_warnings():
@@ -152,6 +162,12 @@ def _load_share(lora: Lora, pipeline: Any, share: _Share) -> None:
             folder, weight_name=file.name, adapter_name=inner_name(lora.name), use_safetensors=True,
             local_files_only=True, **({"load_into_transformer_2": True} if share.second else {}),
         )  # fmt: skip
+    if not _has(pipeline, targets, lora):
+        raise ValueError(f"nothing in it fits {', '.join(sorted(targets))}")
+
+
+def _has(pipeline: Any, targets: set[str], lora: Lora) -> bool:
+    return any(inner_name(lora.name) in getattr(getattr(pipeline, name), "peft_config", {}) for name in targets)
 
 
 def _shares(lora: Lora, own: set[str]) -> list[_Share]:
@@ -189,7 +205,7 @@ def _as_first(
 
 
 def _read(path: str, own: set[str]) -> tuple[dict[str, torch.Tensor], dict[str, str]]:
-    """A file's tensors that concern components ``own``, with every alpha in the weights, and its metadata."""
+    """A file's tensors that concern components ``own``, and its metadata."""
     from safetensors import safe_open
 
     text = any(name.startswith("text_encoder") for name in own)
@@ -200,26 +216,19 @@ def _read(path: str, own: set[str]) -> tuple[dict[str, torch.Tensor], dict[str, 
             if text if key.startswith(_TEXT_ENCODER) else rest:
                 tensors[key] = file.get_tensor(key)
         metadata = dict(file.metadata() or {})
-    return fold_alphas(tensors), metadata
+    return tensors, metadata
 
 
 def fold_alphas(tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    """``tensors`` with alpha over rank multiplied into each second matrix, whose alpha is then its rank.
-
-    Raises `ValueError` for an alpha without its matrices.
-    """
+    """``tensors`` with alpha over rank multiplied into the second matrix of each layer that has an alpha, and without
+    these alphas."""
     folded = dict(tensors)
     for key in [key for key in tensors if key.endswith(".alpha")]:
         layer = key.removesuffix(".alpha")
         up = next((layer + end for end in _UP if layer + end in tensors), None)
         down = next((layer + end for end in _DOWN if layer + end in tensors), None)
-        if up is None or down is None:
-            raise ValueError(f"{key} belongs to no layer")
-        rank = tensors[down].shape[0]
-        folded[up] = tensors[up] * (tensors[key].item() / rank)
-        if key.startswith(_KOHYA):
-            folded[key] = torch.full_like(tensors[key], rank)
-        else:
+        if up is not None and down is not None:
+            folded[up] = tensors[up] * (tensors[key].item() / tensors[down].shape[0])
             del folded[key]
     return folded
 
