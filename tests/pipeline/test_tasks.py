@@ -5,7 +5,8 @@ from __future__ import annotations
 import pytest
 
 from triptych.errors import ModelError
-from triptych.pipeline.tasks import automatic_pipelines, for_task, sibling
+from triptych.pipeline.capabilities import for_task
+from triptych.pipeline.tasks import automatic_pipelines, sibling
 
 
 @pytest.mark.parametrize(
@@ -40,3 +41,27 @@ def test_a_task_that_nothing_does_is_refused_with_those_that_can_be() -> None:
     index = {"_class_name": "FluxPipeline"}
     with pytest.raises(ModelError, match=r"cannot be served for text-to-video, only for text-to-image, image-to-image"):
         for_task(index, "text-to-video")
+
+
+@pytest.mark.parametrize(
+    ("pipeline", "task", "instead"),
+    [
+        ("HeliosPipeline", "text-to-image", "text-to-video"),
+        ("StableDiffusionXLControlNetPipeline", "text-to-image", "image-to-image"),
+    ],
+)
+def test_a_task_that_a_class_is_listed_for_but_does_not_do_is_refused(pipeline: str, task: str, instead: str) -> None:
+    """Diffusers lists a class for all that its one signature can be made to do."""
+    index = {"_class_name": pipeline}
+    with pytest.raises(ModelError, match=f"{pipeline} cannot be served for {task}, only for {instead}$"):
+        for_task(index, task)
+
+
+def test_a_task_that_no_list_has_a_class_for_may_be_its_own() -> None:
+    index = {"_class_name": "HeliosPipeline"}
+    assert for_task(index, "text-to-video") == index
+
+
+def test_a_class_that_cannot_be_split_is_left_to_say_why() -> None:
+    index = {"_class_name": "KandinskyPipeline"}
+    assert for_task(index, "inpainting")["_class_name"] == "KandinskyInpaintCombinedPipeline"

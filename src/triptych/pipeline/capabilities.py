@@ -90,6 +90,26 @@ def capability_of(pipeline: str) -> Capability:
     return _with_tasks(_own_capability(pipeline))
 
 
+def for_task(index: dict[str, Any], task: str | None) -> dict[str, Any]:
+    """The model index ``index`` for ``task``; None leaves it as it is.
+
+    Raises `ModelError` where no class makes that of the model's weights, with the tasks that some class does.
+    """
+    if task is None:
+        return index
+    kind = sibling(index["_class_name"], task)
+    if kind is not None:
+        asked = {**index, "_class_name": kind}
+        found = _capability(asked)
+        if found.split is None or found.task == task:  # whatever cannot be split is refused with its own reason
+            return asked
+    own = _capability(index)
+    if own.task == task:
+        return index
+    tasks = [task for task in (own.task, *_other_tasks(own.pipeline)) if task]
+    raise ModelError(f"{own.pipeline} cannot be served for {task}, only for {', '.join(tasks) or 'nothing'}")
+
+
 def model_capability(model: str, revision: str | None = None) -> Capability:
     """What can be done with ``model``, as its index and configs are read: a folder, a Hub id or an embedded
     name.
@@ -117,12 +137,14 @@ def _with_tasks(found: Capability) -> Capability:
     """With what else ``--task`` makes of the same weights."""
     if found.split is None:
         return found
-    pipeline = found.pipeline
-    siblings = {task: sibling(pipeline, task) for task in LISTS}
-    also = (
-        task for task, kind in siblings.items() if kind not in (None, pipeline) and _own_capability(kind).task == task
-    )
-    return replace(found, also=tuple(also))
+    return replace(found, also=tuple(_other_tasks(found.pipeline)))
+
+
+def _other_tasks(pipeline: str) -> Iterator[str]:
+    for task in LISTS:
+        kind = sibling(pipeline, task)
+        if kind not in (None, pipeline) and _own_capability(kind).task == task:
+            yield task
 
 
 @functools.cache

@@ -13,6 +13,7 @@ from triptych.accel.tally import Tally
 from triptych.config import ModelConfig
 from triptych.errors import ConfigError, ModelError
 from triptych.ids import Role
+from triptych.pipeline.capabilities import for_task
 from triptych.pipeline.known import modular_counterpart
 from triptych.pipeline.loading import Loading, WarmUp
 from triptych.pipeline.modular import ModularRolePipeline
@@ -21,7 +22,6 @@ from triptych.pipeline.rehearsal import rehearse
 from triptych.pipeline.replay import ReplayRolePipeline
 from triptych.pipeline.replay_load import load_replay
 from triptych.pipeline.source import index_components, read_index, resolve_source
-from triptych.pipeline.tasks import for_task
 from triptych.pipeline.weights import LoadComponent, load_component
 
 

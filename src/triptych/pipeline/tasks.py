@@ -10,9 +10,7 @@ import ast
 import functools
 import importlib.util
 from pathlib import Path
-from typing import Any
 
-from triptych.errors import ModelError
 from triptych.pipeline.families import UNLISTED
 
 LISTS = {
@@ -49,18 +47,6 @@ def sibling(pipeline: str, task: str) -> str | None:
     lists = (*automatic_pipelines().values(), *UNLISTED.values())
     families = [family for known in lists for family, kind in known.items() if kind == pipeline]
     return next((wanted[family] for family in families if family in wanted), None)
-
-
-def for_task(index: dict[str, Any], task: str | None) -> dict[str, Any]:
-    """The model index ``index`` for ``task``; None leaves it as it is. Raises `ModelError` where that is impossible."""
-    if task is None:
-        return index
-    own = index["_class_name"]
-    kind = sibling(own, task)
-    if kind is None:
-        others = [name for name in LISTS if sibling(own, name)]
-        raise ModelError(f"{own} cannot be served for {task}, only for {', '.join(others) or 'its own task'}")
-    return {**index, "_class_name": kind}
 
 
 def _pairs(call: ast.Call) -> list[tuple[str, str]]:
