@@ -46,6 +46,23 @@ def test_a_download_has_a_safe_name_and_a_length(http: httpx.Client, content: st
     assert head.headers["content-length"] == str(len(CLIP))
 
 
+@pytest.mark.parametrize("door", ["/v1/videos/{}/content", "/v1/tasks/{}/result", "/v1/files/{}.mp4",
+                                  "/v1/files/download/{}.mp4"])  # fmt: skip
+def test_a_client_that_has_the_file_does_not_get_it_again(http: httpx.Client, content: str, door: str) -> None:
+    url = door.format(content.split("/")[3])
+    head = http.head(url)
+    assert (head.status_code, head.content, head.headers["content-length"]) == (200, b"", str(len(CLIP)))
+    etag = head.headers["etag"]
+    for known in (etag, f"W/{etag}", f'"other", {etag}', "*"):
+        for method in ("GET", "HEAD"):
+            # A range, even one that is not there, does not matter to who has the whole.
+            answer = http.request(method, url, headers={"if-none-match": known, "range": "bytes=99999-"})
+            assert (answer.status_code, answer.content) == (304, b"")
+            assert answer.headers["etag"] == etag
+    for other in ('"other"', etag.strip('"'), ""):
+        assert http.get(url, headers={"if-none-match": other}).content == CLIP
+
+
 @pytest.mark.parametrize(
     ("header", "expected", "said"),
     [

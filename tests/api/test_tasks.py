@@ -74,6 +74,24 @@ def test_a_task_from_post_to_file(http: httpx.Client, house: Any) -> None:
     assert http.get("/v1/files/download/save_results/cat.mp4").content == house.clip
 
 
+@pytest.mark.parametrize(
+    ("path", "said"),
+    [
+        ("named/my cat.mp4", "filename*=utf-8''my%20cat.mp4"),
+        ("named/Größe.mp4", "filename*=utf-8''Gr%C3%B6%C3%9Fe.mp4"),
+        ("named/cat.mp4", 'filename="cat.mp4"'),
+    ],
+)
+def test_a_download_is_called_as_the_task_asked_for(http: httpx.Client, path: str, said: str) -> None:
+    task = http.post("/v1/tasks/video/", json={"prompt": "a cat", "save_result_path": path}).json()["task_id"]
+    assert ended(http, task)["save_result_path"] == path
+    for door in (f"/v1/tasks/{task}/result", f"/v1/files/download/{path}"):
+        for method in ("GET", "HEAD"):
+            answer = http.request(method, door)
+            assert (answer.status_code, answer.headers["content-disposition"]) == (200, f"attachment; {said}")
+    assert http.head(f"/v1/files/{task}.mp4").headers["content-disposition"] == f'inline; filename="{task}.mp4"'
+
+
 def test_a_task_without_a_path_is_saved_under_its_id(http: httpx.Client, house: Any) -> None:
     created = http.post("/v1/tasks/video", json={"prompt": "a cat"}).json()
     assert created["save_result_path"] == f"{created['task_id']}.mp4"

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import os
 import re
+from pathlib import PurePosixPath
 from typing import Literal
 
 from anyio import to_thread
 from fastapi import FastAPI, Request
-from starlette.responses import FileResponse
+from starlette.responses import FileResponse, Response
+from starlette.staticfiles import NotModifiedResponse
 
 from triptych.api.errors import RangeNotSatisfiable
 from triptych.api.routes import STRICT, errors
@@ -38,24 +40,42 @@ def check_range(header: str, size: int) -> bool:
 
 
 async def media_response(
-    request: Request, service: DiffusionService, file: StoredFile, disposition: Literal["attachment", "inline"]
-) -> FileResponse:
-    """The file as a response to ``request``; raises `NotFound` when it is gone from the store, and `StorageFailed`."""
+    request: Request,
+    service: DiffusionService,
+    file: StoredFile,
+    disposition: Literal["attachment", "inline"],
+    *,
+    place: str = "",
+) -> Response:
+    """The file as a response to ``request``, or 304 for a client that has it already.
+
+    It is called as at ``place``, a path that was asked for, or as in the store. Raises `NotFound` when it is gone from
+    the store, and `StorageFailed`.
+    """
     try:
         status = await to_thread.run_sync(os.stat, await service.fetch(file))
     except FileNotFoundError as error:
         raise NotFound(f"{file.name} is no longer in the store") from error
-    header = request.headers.get("range")
-    if header is not None and not check_range(header, status.st_size):
-        request.scope["headers"] = [pair for pair in request.scope["headers"] if pair[0] != b"range"]
-    return FileResponse(
+    response = FileResponse(
         file.path,
         media_type=file.mime,
-        filename=file.name,
+        filename=PurePosixPath(place).name or file.name,
         stat_result=status,
         content_disposition_type=disposition,
         headers={"x-content-type-options": "nosniff"},
     )
+    if request.method in ("GET", "HEAD") and has_already(request, response.headers["etag"]):
+        return NotModifiedResponse(response.headers)
+    header = request.headers.get("range")
+    if header is not None and not check_range(header, status.st_size):
+        request.scope["headers"] = [pair for pair in request.scope["headers"] if pair[0] != b"range"]
+    return response
+
+
+def has_already(request: Request, etag: str) -> bool:
+    """Whether the client says that it has what ``etag`` stands for. A range does not matter then, as HTTP says."""
+    known = ",".join(request.headers.getlist("if-none-match")).split(",")
+    return any(one.strip().removeprefix("W/") in (etag, "*") for one in known)
 
 
 class Files:
@@ -87,15 +107,19 @@ class Files:
             tags=["files"],
             summary="Download a finished file by its name or by the path that its task asked for",
         )
+        app.add_api_route(
+            "/v1/files/download/{name:path}", self.download, methods=["HEAD"], include_in_schema=False,
+            dependencies=STRICT,
+        )  # fmt: skip
 
-    async def get(self, request: Request, name: str) -> FileResponse:
+    async def get(self, request: Request, name: str) -> Response:
         """A finished file by its name in the store."""
         return await media_response(request, self._service, await self._find(name), "inline")
 
-    async def download(self, request: Request, name: str) -> FileResponse:
+    async def download(self, request: Request, name: str) -> Response:
         """A finished file by either name; nothing else that lies in the output folder can be had."""
         file = self._service.saved.find(name) or await self._find(name)
-        return await media_response(request, self._service, file, "attachment")
+        return await media_response(request, self._service, file, "attachment", place=name)
 
     async def _find(self, name: str) -> StoredFile:
         found = _NAME.fullmatch(name)

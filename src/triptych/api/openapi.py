@@ -134,6 +134,7 @@ def _set_media(operation: dict[str, Any]) -> None:
     operation["responses"]["200"] = {"description": "The whole file.", "content": media}
     part = {**media, "multipart/byteranges": binary}
     operation["responses"]["206"] = {"description": "The byte ranges that the Range header named.", "content": part}
+    operation["responses"]["304"] = {"description": "The client has the file already, says its If-None-Match header."}
 
 
 def request_body(schema: RequestSchema | None, output: Output, *, form: bool, edit: bool = False) -> dict[str, Any]:

@@ -49,6 +49,9 @@ class Tasks:
             app, "/v1/tasks/{task_id}/result", self.result, "GET", "Download what a task made", (400, 404, 416, 500),
             response_class=FileResponse,
         )  # fmt: skip
+        app.add_api_route(
+            "/v1/tasks/{task_id}/result", self.result, methods=["HEAD"], include_in_schema=False, dependencies=STRICT
+        )
         self._add(app, "/v1/tasks/{task_id}/files", self.files, "GET", "List what a task made", (400, 404, 500))
         self._add(
             app, "/v1/tasks/{task_id}/events", self.events, "GET", "Follow a task as server-sent events",
@@ -118,9 +121,11 @@ class Tasks:
         """The task as it is now."""
         return await self._book.status(self._book.find(task_id))
 
-    async def result(self, request: Request, task_id: str) -> FileResponse:
+    async def result(self, request: Request, task_id: str) -> Response:
         """The finished file, the first if there are several, whole or in byte ranges."""
-        return await media_response(request, self._context.service, (await self._made(task_id)).files[0], "attachment")
+        record = await self._made(task_id)
+        place = paths_of(record)[0]
+        return await media_response(request, self._context.service, record.files[0], "attachment", place=place)
 
     async def files(self, task_id: str) -> TaskFiles:
         """Where everything lies that the task made: several images, or the layers of one."""
