@@ -89,6 +89,39 @@ def test_a_shape_too_many_is_computed_without_a_graph_and_told_once(caplog: pyte
 
 
 @pytest.mark.usefixtures("two_graphs")
+def test_what_the_compiler_fails_at_is_computed_without_it_and_told_once(caplog: pytest.LogCaptureFixture) -> None:
+    """Symptom: in a container without a C compiler every request failed."""
+    tried: list[int] = []
+
+    def no_compiler(graph: Any, inputs: list[Tensor]) -> Any:
+        tried.append(inputs[0].shape[0])
+        if inputs[0].shape[0] != 4:
+            raise FileNotFoundError("no gcc")
+        return graph.forward
+
+    tally = Tally()
+    double = Overflow("double", tally).compiled(lambda x: x * 2, backend=no_compiler, dynamic=False)
+    with caplog.at_level(logging.WARNING, "triptych"):
+        assert graphless(tally, [3, 5, 3, 5, 4, 4], double) == [True, True, True, True, False, False]
+    assert tried == [3, 5, 4]  # what it failed at is not tried again
+    (told,) = [record.getMessage() for record in caplog.records if record.name.startswith("triptych")]
+    assert told.startswith("double: the compiler fails")
+    assert "no gcc" in told
+
+
+@pytest.mark.usefixtures("two_graphs")
+def test_a_gpu_that_is_full_is_no_failure_of_the_compiler() -> None:
+    def full(graph: Any, inputs: list[Tensor]) -> Any:
+        raise torch.OutOfMemoryError("full")
+
+    tally = Tally()
+    double = Overflow("double", tally).compiled(lambda x: x * 2, backend=full, dynamic=False)
+    with pytest.raises(torch.OutOfMemoryError):
+        double(torch.ones(3))
+    assert tally.uncompiled == 0
+
+
+@pytest.mark.usefixtures("two_graphs")
 def test_an_error_inside_a_graph_is_not_taken_for_a_shape_too_many() -> None:
     tally = Tally()
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.metadata
+import shutil
 
 import pytest
 import torch
@@ -20,6 +21,7 @@ def on(
     capability: tuple[int, int] = (9, 0),
     backends: tuple[str, ...] = ("flash3", "cudnn", "native"),
     packages: dict[str, str] | None = None,
+    compilers: tuple[str, ...] = ("gcc",),
 ) -> dict[str, Finding]:
     """What is said of such a machine."""
     installed = {"triton": "3.5", "torchao": "0.15"} if packages is None else packages
@@ -36,6 +38,7 @@ def on(
     monkeypatch.setattr(nccl, "version", lambda: (2, 28, 9))
     monkeypatch.setattr(attention, "present", lambda _: backends)
     monkeypatch.setattr(importlib.metadata, "version", version)
+    monkeypatch.setattr(shutil, "which", lambda name: name if name in compilers else None)
     return {finding.what: finding for finding in accelerations()}
 
 
@@ -53,6 +56,13 @@ def test_what_lacks_is_named_with_how_to_get_it(monkeypatch: pytest.MonkeyPatch)
     assert "triptych[hopper]" in found["attention"].mend
     assert "triton" in found["compiling"].mend
     assert "triptych[quant]" in found["fp8"].mend
+
+
+def test_a_compiler_that_triton_cannot_do_without_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    found = on(monkeypatch, compilers=())["compiling"]
+    assert (found.verdict, found.mend) == ("warn", "apt-get install gcc")
+    monkeypatch.setenv("CC", "/opt/cc")
+    assert on(monkeypatch, compilers=("/opt/cc",))["compiling"].verdict == "ok"
 
 
 def test_what_a_gpu_cannot_do_is_no_lack(monkeypatch: pytest.MonkeyPatch) -> None:

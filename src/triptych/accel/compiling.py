@@ -2,7 +2,8 @@
 
 A server compiles at start-up (`--warmup`) and never again as long as requests have a declared shape. When one has not,
 the step that compiles takes minutes, so that must be seen: every compilation is counted in the `Tally`. Each shape has
-a graph of its own, up to a limit; a shape past it is computed as it would be without compiling, which is seen too.
+a graph of its own, up to a limit; a shape past it is computed as it would be without compiling, which is seen too, and
+so is what the compiler fails at.
 """
 
 # torch has no public way to hear of compilations.
@@ -87,20 +88,27 @@ def allow_many_graphs() -> None:
 
 
 class Overflow:
-    """What becomes of shapes that a compiled part of a model has no graph for and may get none."""
+    """What becomes of shapes that a compiled part of a model has no graph for and gets none."""
 
     def __init__(self, name: str, tally: Tally) -> None:
         self._name = name
         self._tally = tally
         self._shapes: set[Hashable] = set()
+        self._failed = False
 
     def compiled(self, plain: Callable[..., Any], **options: Any) -> Callable[..., Any]:
         """``plain`` compiled, one whole graph for each kind of call; `options` are those of `torch.compile`."""
         return self.guarded(torch.compile(plain, fullgraph=True, **options), plain)
 
     def guarded(self, graph: Callable[..., Any], plain: Callable[..., Any]) -> Callable[..., Any]:
-        """``graph``, which is ``plain`` compiled as a whole, or ``plain`` itself where there are too many graphs."""
-        from torch._dynamo.exc import FailOnRecompileLimitHit
+        """``graph``, which is ``plain`` compiled as a whole, or ``plain`` itself where there are too many graphs or the
+        compiler fails."""
+        from torch._dynamo.exc import (
+            BackendCompilerFailed,
+            FailOnRecompileLimitHit,
+            InternalTorchDynamoError,
+            Unsupported,
+        )
 
         def run(*args: Any, **kwargs: Any) -> Any:
             if not self._shapes or _shapes(args, kwargs) not in self._shapes:
@@ -108,16 +116,32 @@ class Overflow:
                     return graph(*args, **kwargs)
                 except FailOnRecompileLimitHit:
                     self._note(_shapes(args, kwargs))
+                except (BackendCompilerFailed, InternalTorchDynamoError, Unsupported) as error:
+                    self._fail(_shapes(args, kwargs), error)
             self._tally.uncompiled += 1
             return plain(*args, **kwargs)
 
         return run
 
     def guard_blocks(self, blocks: list[nn.Module]) -> None:
-        """Have blocks that were compiled with ``fullgraph`` computed as they are where there are too many graphs."""
+        """Have blocks that were compiled with ``fullgraph`` computed as they are where a graph cannot be had."""
         for block in blocks:
             made: Any = block
             made._compiled_call_impl = self.guarded(made._compiled_call_impl, made._call_impl)
+
+    def _fail(self, shapes: Hashable, error: Exception) -> None:
+        """The compiler failed: of what is missing on this machine, or at this shape."""
+        cause: BaseException = getattr(error, "inner_exception", None) or error
+        if isinstance(cause, torch.OutOfMemoryError):  # it measures on the GPU; with room it would not fail
+            raise cause
+        self._shapes.add(shapes)
+        if not self._failed:
+            log.warning(
+                "%s: the compiler fails, so what it fails at is computed without it, which is slower: %s",
+                self._name,
+                f"{type(cause).__name__}: {str(cause).strip().partition(chr(10))[0]}",
+            )
+        self._failed = True
 
     def _note(self, shapes: Hashable) -> None:
         self._shapes.add(shapes)

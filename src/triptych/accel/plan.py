@@ -209,7 +209,7 @@ def _fuse_and_compile(
     name: str, model: nn.Module, device: torch.device, dtype: torch.dtype, *, tuned: bool, tally: Tally
 ) -> list[Technique]:
     if not _has_triton(device):
-        return [Technique(name=f"{name}: compile", on=False, why="needs CUDA and Triton")]
+        return [Technique(name=f"{name}: compile", on=False, why=_lacking(device))]
     done: list[Technique] = []
     if _fusible(device, dtype):
         changed = _fuse(model) + fuse_gelu(model) + fuse_fp8(model)
@@ -221,7 +221,16 @@ def _fuse_and_compile(
 
 
 def _has_triton(device: torch.device) -> bool:
-    return device.type == "cuda" and importlib.util.find_spec("triton") is not None
+    return not _lacking(device)
+
+
+def _lacking(device: torch.device) -> str:
+    """What keeps kernels from being built on this machine; nothing, where they can be."""
+    if device.type != "cuda" or importlib.util.find_spec("triton") is None:
+        return "needs CUDA and Triton"
+    from triptych.accel.kernels.probe import trouble
+
+    return trouble(device)
 
 
 def _fusible(device: torch.device, dtype: torch.dtype) -> bool:
@@ -266,7 +275,7 @@ def _vae(name: str, model: Any, device: torch.device, dtype: torch.dtype, tally:
     if model.use_tiling or model.use_slicing:
         return Technique(name=f"{name}: fast decode", on=False, why="tiling or slicing was asked for")
     allow_many_graphs()
-    overflow = Overflow(name, tally) if importlib.util.find_spec("triton") is not None else None
+    overflow = Overflow(name, tally) if _has_triton(device) else None
     decoder = wan_vae.WanVaeDecoder(model, overflow=overflow, align=64)
     wan_vae.install(model, decoder)
     return Technique(name=f"{name}: fast decode", on=True, why=f"chunks of {decoder.chunk} latent frames")

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import shutil
 from collections.abc import Iterator
 
 import torch
@@ -45,6 +47,9 @@ def _compiling() -> Finding:
     if version is None:
         found = "no triton: --profile lossless and fast cannot compile"
         return Finding(verdict="warn", what="compiling", found=found, mend="pip install triton")
+    if not any(map(shutil.which, (os.environ.get("CC", ""), "gcc", "clang"))):
+        found = f"triton {version}, but no C compiler, without which it builds no kernels"
+        return Finding(verdict="warn", what="compiling", found=found, mend="apt-get install gcc")
     return Finding(verdict="ok", what="compiling", found=f"triton {version}, for --profile lossless and fast")
 
 

@@ -33,7 +33,7 @@ PLANES = frozenset({"local", "shm", "cuda-ipc", "mooncake"})
 _COUNTS = {
     "compilations": "Graphs compiled, warm-up included.",
     "compile_seconds": "Time spent compiling.",
-    "uncompiled": "Calls of compiled parts computed without a graph, for there were too many.",
+    "uncompiled": "Calls of compiled parts computed without a graph: there were too many, or the compiler failed.",
     "prompt_hits": "Prompts whose embeddings were there already.",
     "prompt_misses": "Prompts that the text encoder had to compute.",
     "steps_skipped": "Denoiser forwards that step caching made short.",

@@ -98,7 +98,11 @@ class InstanceMetrics:
         registry.register(_Read("compilations", "Graphs compiled.", lambda: tally.compilations))
         registry.register(_Read("compile_seconds", "Time spent on compiling.", lambda: tally.compile_seconds))
         registry.register(
-            _Read("uncompiled", "Calls without a graph, for there were too many.", lambda: tally.uncompiled)
+            _Read(
+                "uncompiled",
+                "Calls without a graph: there were too many, or the compiler failed.",
+                lambda: tally.uncompiled,
+            )
         )
 
     def loaded(self, loaded: Loaded) -> None:
