@@ -119,7 +119,10 @@ def test_naming_the_model_twice_is_refused(capsys: pytest.CaptureFixture[str]) -
         (["--num-gpus", "0"], "num-gpus=0"),
         (["--num-gpus", "2", "--denoiser-tp", "2", "--profile", "fast"], "needs profile=stock"),
         (["--disagg-role", "encoder", "--num-gpus", "2", "--quant", "encoder=int8"], "encoder-tp=2: needs quant=none"),
-        (["--num-gpus", "2", "--denoiser-tp", "2", "--lora", "style=style.safetensors"], "--lora: needs --num-gpus 1"),
+        (
+            ["--num-gpus", "2", "--denoiser-tp", "2", "--lora", "style=style.safetensors"],
+            "denoiser-tp=2 and lora: layers that adapters may change cannot be spread",
+        ),
         (
             ["--disagg-role", "encoder", "--num-gpus", "2", "--offload", "encoder=model"],
             "--offload: needs --num-gpus 1",

@@ -179,7 +179,10 @@ def test_an_instance_is_told_what_concerns_its_roles() -> None:
         ({"disagg_role": "encoder", "quant": "int8"}, "--quant denoiser=int8: this instance serves encoder only"),
         ({"disagg_role": "encoder", "offload": "decoder=block"}, "--offload decoder=block: this instance serves"),
         ({"disagg_role": "denoiser", "vae_tiling": True}, "--vae-tiling: a denoiser has no VAE"),
-        ({"disagg_role": "denoiser", "lora": "a=a.safetensors", "num_gpus": 2}, "--lora: needs --num-gpus 1, not 2"),
+        (
+            {"disagg_role": "denoiser", "lora": "a=a.safetensors", "num_gpus": 2, "denoiser_tp": 2},
+            "denoiser-tp=2 and lora: layers that adapters may change cannot be spread",
+        ),
         ({"disagg_role": "denoiser", "offload": "denoiser=block", "device": "cpu"}, "--offload: needs --device cuda"),
     ],
 )

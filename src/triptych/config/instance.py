@@ -145,6 +145,11 @@ class InstanceConfig:
             raise ConfigError(
                 f"denoiser-tp={self.parallel.tp}: needs profile=stock and quant=none, other layers cannot be spread"
             )
+        if self.parallel.tp > 1 and self.model.loras:
+            raise ConfigError(
+                f"denoiser-tp={self.parallel.tp} and lora: layers that adapters may change cannot be spread; "
+                "denoiser-cfg, denoiser-ulysses and denoiser-ring can"
+            )
 
     @property
     def shared_roles(self) -> tuple[Role, ...]:

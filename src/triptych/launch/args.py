@@ -289,7 +289,7 @@ class ServerArgs:
         if self.device == "cpu" and any(kind != "none" for kind in self.offload.values()):
             raise ConfigError("--offload: needs --device cuda; on the CPU all weights are in host memory")
         if self.num_gpus > 1:
-            for flag, said in (("--offload", self.offload), ("--lora", self.lora), ("--previews", self.previews)):
+            for flag, said in (("--offload", self.offload), ("--previews", self.previews)):
                 if said:
                     raise ConfigError(f"{flag}: needs --num-gpus 1, not {self.num_gpus}")
         for name in ("vae_tiling", "vae_slicing"):

@@ -102,7 +102,13 @@ class TextSharing:
                 raise ConfigError(f"encoder-tp={team.size}: must divide the {wide} features of {name}'s wide layers")
 
     def share(self, loaded: Mapping[str, Any]) -> tuple[str, ...]:
-        """Keep this rank's part of the loaded encoders; what changes results by it, for the fingerprint."""
+        """Keep this rank's part of the loaded encoders; what changes results by it, for the fingerprint.
+
+        Raises `ConfigError` for one that adapters may change.
+        """
+        for name in self._names:
+            if hasattr(loaded[name], "peft_config"):
+                raise ConfigError(f"encoder-tp={self._team.size}: {name} has a LoRA adapter, whose layers stay whole")
         mesh = self._team.everyone()
         for name in self._names:
             shard_text(loaded[name], mesh)

@@ -13,7 +13,7 @@ import torch.distributed as dist
 
 from tests.pipeline.harness import Inbox, finish, latents, post
 from triptych.accel.tally import Tally
-from triptych.config import InstanceConfig, ModelConfig, Shape, TransferConfig
+from triptych.config import InstanceConfig, Lora, ModelConfig, Shape, TransferConfig
 from triptych.ids import ROLES, Role
 from triptych.parallelism import Parallelism
 from triptych.pipeline.load import load_cold, load_pipeline
@@ -36,13 +36,14 @@ class Ranks:
         path: str = "tiny",
         roles: tuple[Role, ...] = ROLES,
         warmup: tuple[Shape, ...] = (),
+        loras: tuple[Lora, ...] = (),
     ) -> None:
         config = InstanceConfig(
             roles=roles,
             server_addr="tcp://127.0.0.1:5555",
             work_port=1,
             transfer=TransferConfig(),
-            model=ModelConfig(path=path, device="cpu", warmup=warmup),
+            model=ModelConfig(path=path, device="cpu", warmup=warmup, loras=loras),
             gpu_ids=(0, 1),
             parallel=parallel,
         )
@@ -91,8 +92,8 @@ class Ranks:
 class Pair(Ranks):
     """Two ranks with the embedded model, whose work is watched."""
 
-    def __init__(self, parallel: Parallelism) -> None:
-        super().__init__(parallel, warmup=(Shape(width=64, height=64, frames=5),))
+    def __init__(self, parallel: Parallelism, loras: tuple[Lora, ...] = ()) -> None:
+        super().__init__(parallel, warmup=(Shape(width=64, height=64, frames=5),), loras=loras)
         self.orders: list[Any] = []
         """All that the follower was told."""
         self._tell, self.leader.tell = self.leader.tell, self._noted
