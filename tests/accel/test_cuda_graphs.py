@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from typing import Any
 
 import pytest
 import torch
@@ -19,6 +20,7 @@ class Machine:
         self.now = 0.0
         self.gpu_free_at = 0.0
         self.tried = 0
+        self.recording: object = None
 
     def forward(self, launching: float, computing: float) -> None:
         """The GPU begins with the first launch, and is not done before the last one."""
@@ -34,8 +36,9 @@ class Machine:
 def machine(monkeypatch: pytest.MonkeyPatch) -> Machine:
     made = Machine()
 
-    def tried(*_: object) -> None:
+    def tried(compute: object, call: Any) -> Any:
         made.tried += 1
+        return made.recording
 
     monkeypatch.setattr("time.perf_counter", lambda: made.now)
     monkeypatch.setattr(torch.cuda, "synchronize", made.synchronize)
@@ -82,3 +85,32 @@ def test_a_large_forward_is_not_recorded_even_where_its_launches_fill_the_queue(
     """A recording holds the memory of a whole forward."""
     calls(machine, (20.0, 0.4), *[(0.38, 0.4)] * 9)
     assert machine.tried == 0
+
+
+class Replayed:
+    """A recording that counts its replays."""
+
+    count = 0
+
+    def replay(self, leaves: list[Any]) -> Any:
+        Replayed.count += 1
+        return leaves[0]
+
+
+def test_a_shape_whose_recording_made_room_is_recorded_again(machine: Machine, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Symptom: after nine small shapes the first one was launched kernel by kernel until the end of the process."""
+    monkeypatch.setattr(Replayed, "count", 0)
+    machine.recording = Replayed()
+
+    class Model(nn.Module):
+        def forward(self, x: Tensor) -> Tensor:
+            machine.forward(0.03, 0.01)
+            return x
+
+    model = Model()
+    CudaGraphs().install(model)
+    for round_ in range(2):
+        for size in range(1, 100):  # more than are remembered
+            for _ in range(4):
+                model(torch.ones(size))
+            assert Replayed.count == round_ * 99 + size

@@ -35,7 +35,7 @@ _LEFT_ALONE: Final = "no CUDA graph: a forward takes %.2f ms, the host has launc
 _MOST: Final = 8
 """Recordings kept; each holds the memory of one forward."""
 _MOST_KINDS: Final = 64
-"""Kinds of calls that are looked at; a model that has more is called with something that changes every time."""
+"""Kinds of calls that are remembered. There is no end of them where a model is given what changes every time."""
 
 
 @dataclass(kw_only=True, slots=True)
@@ -80,14 +80,16 @@ class CudaGraphs:
         @functools.wraps(compute)
         def forward(*args: Any, **kwargs: Any) -> Any:
             call = call_of(compute, args, kwargs)
-            if not _recordable(call.leaves) or (call.key not in self._kinds and len(self._kinds) >= _MOST_KINDS):
+            if not _recordable(call.leaves):
                 return compute(*args, **kwargs)
             kind = self._kinds.setdefault(call.key, _Kind())
+            self._kinds.move_to_end(call.key)
+            while len(self._kinds) > _MOST_KINDS:
+                self._kinds.popitem(last=False)
             if not kind.settled:
                 return self._look(kind, lambda: compute(*args, **kwargs), compute, call)
             if kind.recording is None:
                 return compute(*args, **kwargs)
-            self._kinds.move_to_end(call.key)
             return kind.recording.replay(call.leaves)
 
         model.forward = forward
@@ -120,9 +122,10 @@ class CudaGraphs:
         return run()
 
     def _forget_oldest(self) -> None:
-        recorded = [kind for kind in self._kinds.values() if kind.recording is not None]
-        for kind in recorded[: max(0, len(recorded) - _MOST)]:
-            kind.recording = None
+        """What comes again after that is looked at anew."""
+        recorded = [key for key, kind in self._kinds.items() if kind.recording is not None]
+        for key in recorded[: max(0, len(recorded) - _MOST)]:
+            del self._kinds[key]
 
 
 def _recorded(compute: Callable[..., Any], call: Call) -> _Recording | None:

@@ -171,6 +171,8 @@ def _graphs(name: str, model: nn.Module, device: torch.device) -> Technique:
     if torch.distributed.is_available() and torch.distributed.is_initialized():
         # each would decide by its own clock, and a collective in a recording needs all of them
         return Technique(name=f"{name}: CUDA graphs", on=False, why="several GPUs compute together")
+    if ragged_of(model).lists:
+        return Technique(name=f"{name}: CUDA graphs", on=False, why="its forwards take lists of tensors")
     CudaGraphs().install(model)
     return Technique(name=f"{name}: CUDA graphs", on=True, why="for shapes that are measured to gain", exact=True)
 
