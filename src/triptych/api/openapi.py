@@ -13,6 +13,7 @@ from triptych.api.openapi_params import (
     FILE,
     NO_PROMPT,
     REFERENCE,
+    image_defaults,
     nullable,
     property_of,
     seconds_schema,
@@ -175,4 +176,6 @@ def _spoken(schema: RequestSchema, output: Output, params: dict[str, Param], *, 
         found["prompt"] = NO_PROMPT
     if "response_format" in names:
         found["response_format"] = {"type": "string", "enum": list(RESPONSE_FORMATS)}
+    if output == "image":
+        found |= image_defaults(params, form=form)
     return found

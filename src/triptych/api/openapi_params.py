@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, Final
 
+from triptych.api.unasked import AUTO, IMAGE_FIELDS, USER, USER_CHARACTERS
 from triptych.api.validation import ADAPTER_CHARACTERS, INT64_MAX
 from triptych.wire.schema import Param
 
@@ -107,7 +108,7 @@ def size_pattern(params: dict[str, Param]) -> str:
     for name in ("width", "height"):
         values = legal_values(params[name])
         sides.append(r"\d{1,5}" if values is None else f"({'|'.join(map(str, values))})")
-    return f"^{sides[0]}x{sides[1]}$"
+    return f"^({AUTO}|{sides[0]}x{sides[1]})$"
 
 
 def seconds_schema(params: dict[str, Param], *, form: bool) -> dict[str, Any]:
@@ -122,6 +123,18 @@ def seconds_schema(params: dict[str, Param], *, form: bool) -> dict[str, Any]:
     if form or whole.get("enum") == []:
         return {"description": text, **number}
     return {"description": text, "anyOf": [number, whole]}
+
+
+def image_defaults(params: Mapping[str, Param], *, form: bool) -> dict[str, Any]:
+    """Optional fields of OpenAI's images API with the values of them that are accepted. Of a form only the texts are
+    listed: how its clients write anything else differs."""
+    found: dict[str, Any] = {}
+    for name, values in IMAGE_FIELDS.items():
+        if name not in params and values and not (form and not isinstance(values[0], str)):
+            found[name] = {"enum": list(values), "description": "Accepted for its neutral value only."}
+    if USER not in params:
+        found[USER] = {"type": "string", "maxLength": USER_CHARACTERS, "description": "Without effect."}
+    return found
 
 
 def nullable(schema: dict[str, Any]) -> dict[str, Any]:

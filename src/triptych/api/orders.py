@@ -10,7 +10,7 @@ from __future__ import annotations
 import re
 import secrets
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any, Final, Literal, TypeAlias
 
 from triptych.api.body import Body
@@ -18,6 +18,7 @@ from triptych.api.clips import clean_clip, clip_length
 from triptych.api.errors import BodyTooLarge, ModelNotFound
 from triptych.api.pictures import clean_picture
 from triptych.api.timeouts import TIMEOUTS, Timeouts
+from triptych.api.unasked import without_unasked
 from triptych.api.validation import bounded, check, check_sides, nearest, read_number, read_text, refuse, unknown_fields
 from triptych.core.cost import staged_bytes
 from triptych.errors import BadRequest
@@ -112,7 +113,7 @@ def read_order(schema: RequestSchema, body: Body, output: Output) -> Order:
     """The order that ``body`` stands for; raises `BadRequest` (or kin) at the first thing wrong with it."""
     if output == "video" and schema.output == "image":
         raise BadRequest("model", f"model {schema.model!r} makes images; use POST /v1/images/generations")
-    body = _without_empty_prompt(schema, body)
+    body = without_unasked(schema, body, output)
     given = {name: value for name, value in body.fields.items() if value is not None}
     model = _model(schema, given.pop("model", None))
     params = accepted(schema, output)
@@ -146,17 +147,6 @@ def read_order(schema: RequestSchema, body: Body, output: Output) -> Order:
         response_format=response_format,
         count=count,
     )
-
-
-def is_no_prompt(schema: RequestSchema, name: str, value: Any) -> bool:
-    """Whether a field is the empty prompt of a model that takes none: clients to whom a prompt is required have no
-    other way to leave it out."""
-    return name == "prompt" and value in ("", None) and schema.param(name) is None
-
-
-def _without_empty_prompt(schema: RequestSchema, body: Body) -> Body:
-    fields = {name: value for name, value in body.fields.items() if not is_no_prompt(schema, name, value)}
-    return replace(body, fields=fields)
 
 
 def _model(schema: RequestSchema, value: Any) -> str:

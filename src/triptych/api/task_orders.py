@@ -15,8 +15,9 @@ from typing import Any, Final, cast
 
 from triptych.api.body import Body
 from triptych.api.idempotency import canonical
-from triptych.api.orders import Output, accepted, is_no_prompt, picture_params
+from triptych.api.orders import Output, accepted, picture_params
 from triptych.api.timeouts import TIMEOUTS
+from triptych.api.unasked import is_no_prompt
 from triptych.api.validation import (
     check_sides,
     nearest,
