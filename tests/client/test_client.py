@@ -173,6 +173,37 @@ def test_the_parts_of_generate_can_be_called_alone(client: Client, tmp_path: Pat
         client.retrieve(job.id)
 
 
+def test_each_of_several_files_can_be_fetched(house: Any, client: Client, tmp_path: Path) -> None:
+    result = client.generate("a cat", n=3)
+    assert len(house.service.get(result.id).files) == 3
+    assert client.download(result.id, index=2) == CLIP
+    assert client.download(result.id, tmp_path / "last.mp4", index=2) is None
+    assert (tmp_path / "last.mp4").read_bytes() == CLIP
+    with pytest.raises(RequestRefused, match=r"index=3: .* made 3, counted from 0"):
+        client.download(result.id, index=3)
+
+
+def test_a_remix_changes_what_is_given_and_keeps_the_rest(house: Any, client: Client, picture: bytes) -> None:
+    first = client.generate("a cat", image=picture, seed=11, size="64x64")
+    again = client.remix(first.id, "a dog", num_frames=5)
+    assert client.wait(again.id).status == "completed"
+    assert again.raw["remixed_from_video_id"] == first.id
+    (before, pictures), (after, same) = house.seen[-2:]
+    assert after == {**before, "prompt": "a dog", "num_frames": 5}
+    assert pictures == same == (picture,)
+    other = client.generate_images("a cat")[0].read()
+    client.wait(client.remix(first.id, "a dog", image=other).id)
+    assert house.seen[-1][1] == (other,)
+
+
+def test_a_result_is_shown_without_its_bytes(client: Client, tmp_path: Path) -> None:
+    held = repr(client.generate("a cat", seed=3))
+    assert "data=<10240 bytes>, media_type='video/mp4', seed=3" in held
+    assert len(held) < 200
+    target = tmp_path / "a.mp4"
+    assert f"path={str(target)!r}" in repr(client.generate("a cat", path=target))
+
+
 def test_images_that_one_job_makes_have_its_seed(client: Client) -> None:
     images = client.generate_images("a cat", n=2, seed=7, output_format="png")
     assert [image.seed for image in images] == [7, 7]
@@ -237,6 +268,9 @@ async def test_the_async_client_does_the_same(house: Any) -> None:
         results = await asyncio.gather(*(client.generate(f"cat {i}", seed=i) for i in range(3)))
         assert [result.seed for result in results] == [0, 1, 2]
         assert all(result.read() == CLIP for result in results)
+        again = await client.wait((await client.remix(results[2].id, "a dog", n=2)).id)
+        assert again.raw["seed"] == 2
+        assert await client.download(again.id, index=1) == CLIP
 
 
 async def test_cancelling_the_task_stops_the_job_on_the_server(house: Any) -> None:

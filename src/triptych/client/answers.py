@@ -91,7 +91,7 @@ class Progress:
     """Until the last step, from the pace seen so far; None while there is none."""
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
+@dataclass(frozen=True, kw_only=True, slots=True, repr=False)
 class Result:
     """One finished file: in memory (``data``) or on disk (``path``)."""
 
@@ -106,6 +106,14 @@ class Result:
     """From the request to the end of the download, as the caller saw it."""
     timings: list[dict[str, Any]]
     """The server's figures for every stage; see the server's OpenAPI document."""
+
+    def __repr__(self) -> str:
+        """One short line: a file has millions of bytes."""
+        where = f"data=<{len(self.data)} bytes>" if self.data is not None else f"path={str(self.path)!r}"
+        return (
+            f"Result(id={self.id!r}, {where}, media_type={self.media_type!r}, seed={self.seed}, "
+            f"seconds={self.seconds:.2f})"
+        )
 
     def read(self) -> bytes:
         """The file's bytes."""

@@ -114,6 +114,12 @@ def create(prompt: str | None, image: Pictures | None, params: Mapping[str, Any]
     return read_job((yield from ask(post("/v1/videos", fields))))
 
 
+def remix(job_id: str, prompt: str | None, image: Pictures | None, params: Mapping[str, Any]) -> Steps[Job]:
+    """Start a job like an existing one, its seed included, with what is given changed."""
+    fields = {"prompt": prompt, "input_reference": image, **params}
+    return read_job((yield from ask(post(f"/v1/videos/{job_id}/remix", fields))))
+
+
 def retrieve(job_id: str) -> Steps[Job]:
     """The job as it is now."""
     return read_job((yield from ask(Call(method="GET", path=f"/v1/videos/{job_id}"))))
@@ -140,9 +146,10 @@ def delete(job_id: str) -> Steps[None]:
     yield from ask(Call(method="DELETE", path=f"/v1/videos/{job_id}"))
 
 
-def download(job_id: str, path: Path | None, seconds: float) -> Steps[tuple[bytes | None, str]]:
-    """The finished file, into ``path`` if that is given, and its media type."""
-    call = Call(method="GET", path=f"/v1/videos/{job_id}/content", save_to=path, seconds=seconds)
+def download(job_id: str, path: Path | None, index: int, seconds: float) -> Steps[tuple[bytes | None, str]]:
+    """A finished file, into ``path`` if that is given, and its media type."""
+    query: dict[str, str | int] | None = {"index": index} if index else None
+    call = Call(method="GET", path=f"/v1/videos/{job_id}/content", query=query, save_to=path, seconds=seconds)
     response = yield from ask(call)
     media_type = response.headers.get("content-type", "application/octet-stream")
     return (None if path is not None else response.content), media_type
@@ -228,7 +235,7 @@ def generate(
         if job.status == "failed":
             raise JobFailed(job)
         left = max(CALL_SECONDS, timeout - (time.monotonic() - begun))
-        data, media_type = yield from download(job.id, path, left)
+        data, media_type = yield from download(job.id, path, 0, left)
     except GeneratorExit:
         raise
     except BaseException as error:

@@ -56,6 +56,7 @@ class Client:
     ) -> Result:
         """Make a video and fetch it, into ``path`` if that is given. Raises `JobFailed` when the server fails to.
 
+        Of several (``n``) the first is fetched; `download` has the others under the result's ``id``.
         A timeout or Ctrl-C also stops the job on the server.
         """
         return self._run(
@@ -76,6 +77,13 @@ class Client:
         """Start a video job and return at once."""
         return self._run(operations.create(prompt, image, params))
 
+    def remix(self, job_id: str, prompt: str | None = None, *, image: Pictures | None = None, **params: Any) -> Job:
+        """Start a job like an existing one, its seed and pictures included, with what is given changed; return at once.
+
+        ``prompt``: None for a model that takes none.
+        """
+        return self._run(operations.remix(job_id, prompt, image, params))
+
     def retrieve(self, job_id: str) -> Job:
         """The job as it is now."""
         return self._run(operations.retrieve(job_id))
@@ -88,9 +96,14 @@ class Client:
         """The job once it has ended, well or not."""
         return self._run(operations.wait(job_id, timeout, on_progress))
 
-    def download(self, job_id: str, path: Path | None = None, *, timeout: float = 300.0) -> bytes | None:
-        """The finished file's bytes, or None when they went to ``path``."""
-        return self._run(operations.download(job_id, path, timeout))[0]
+    def download(
+        self, job_id: str, path: Path | None = None, *, index: int = 0, timeout: float = 300.0
+    ) -> bytes | None:
+        """The finished file's bytes, or None when they went to ``path``.
+
+        ``index``: which of them, from 0, where ``n`` of the request was more than 1.
+        """
+        return self._run(operations.download(job_id, path, index, timeout))[0]
 
     def pause(self, job_id: str) -> Job:
         """Have the job wait until `resume`; what the denoiser has done is kept."""
@@ -212,6 +225,12 @@ class AsyncClient:
         """See `Client.create`."""
         return await self._run(operations.create(prompt, image, params))
 
+    async def remix(
+        self, job_id: str, prompt: str | None = None, *, image: Pictures | None = None, **params: Any
+    ) -> Job:
+        """See `Client.remix`."""
+        return await self._run(operations.remix(job_id, prompt, image, params))
+
     async def retrieve(self, job_id: str) -> Job:
         """See `Client.retrieve`."""
         return await self._run(operations.retrieve(job_id))
@@ -220,9 +239,11 @@ class AsyncClient:
         """See `Client.wait`."""
         return await self._run(operations.wait(job_id, timeout, on_progress))
 
-    async def download(self, job_id: str, path: Path | None = None, *, timeout: float = 300.0) -> bytes | None:
+    async def download(
+        self, job_id: str, path: Path | None = None, *, index: int = 0, timeout: float = 300.0
+    ) -> bytes | None:
         """See `Client.download`."""
-        return (await self._run(operations.download(job_id, path, timeout)))[0]
+        return (await self._run(operations.download(job_id, path, index, timeout)))[0]
 
     async def pause(self, job_id: str) -> Job:
         """See `Client.pause`."""
