@@ -68,6 +68,14 @@ def test_two_mooncake_builds_are_a_failure(tmp_path: Path, monkeypatch: pytest.M
     assert "pip uninstall" in finding.mend
 
 
+def test_an_rdma_adapter_in_use_is_named_with_its_option(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name, state in (("mlx5_1", "4: ACTIVE"), ("mlx5_0", "4: ACTIVE"), ("mlx5_2", "1: DOWN")):
+        (tmp_path / "adapters" / name / "ports" / "1").mkdir(parents=True)
+        (tmp_path / "adapters" / name / "ports" / "1" / "state").write_text(state + "\n")
+    monkeypatch.setattr("triptych.transport.adapters.LISTED", tmp_path / "adapters")
+    assert "--disagg-ib-device mlx5_0,mlx5_1;" in find("rdma", tmp_path).found
+
+
 def test_an_engine_that_never_comes_up_is_a_failure(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Symptom: the doctor itself ended with a traceback."""
     monkeypatch.setattr(doctor, "_IMPORT_SECONDS", 1e-9)

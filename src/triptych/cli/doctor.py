@@ -16,6 +16,7 @@ from triptych.cli.finding import Finding, installed
 from triptych.config import MIB, ServerConfig
 from triptych.errors import ConfigError
 from triptych.launch.ports import is_free
+from triptych.transport.adapters import active_adapters
 
 GIB = 1 << 30
 _IMPORT_SECONDS = 60.0
@@ -112,6 +113,9 @@ def _mooncake() -> Iterator[Finding]:
         yield Finding(verdict="fail", what="mooncake", found=last, mend=mend)
         return
     yield Finding(verdict="ok", what="mooncake", found=f"{builds[0]} {installed(builds[0])}")
+    if adapters := ",".join(active_adapters()):
+        found = f"{adapters}: between hosts, with --disagg-ib-device {adapters}; without it by TCP"
+        yield Finding(verdict="ok", what="rdma", found=found)
 
 
 def _ports(port: int, scheduler_port: int) -> Iterator[Finding]:

@@ -10,6 +10,7 @@ import torch
 from triptych.config import LOOPBACK, TransferConfig
 from triptych.errors import ConfigError
 from triptych.ids import Epoch, InstanceId
+from triptych.transport.adapters import active_adapters
 from triptych.transport.data import engine
 from triptych.transport.data.gpu_memory import CudaMemory
 from triptych.transport.data.local import LocalPlane
@@ -54,4 +55,6 @@ def _settings_between_hosts(config: TransferConfig) -> EngineSettings | None:
     except ConfigError as error:
         _log.warning("only peers of this host can pull from %s: %s", settings.hostname, error)
         return None
+    if settings.transport == "tcp" and (adapters := active_adapters()):
+        _log.info("tensors go to other hosts by TCP: RDMA takes --disagg-ib-device, here %s", ",".join(adapters))
     return settings
