@@ -16,7 +16,7 @@ from triptych.launch.plan import Gpus, GroupPlan, PoolGpus, plan_pool
 from triptych.launch.pool import LaunchError, Pool
 from triptych.launch.ports import free_ports
 
-_NOTE = re.compile(r"loaded model=| read in |warmed up for|: (on|off) \(")
+_NOTE = re.compile(r"loaded model=| read in |warmed up for|: (on|off) \(|CUDA graph")
 _LOADED = re.compile(r"\[(\S+)\] loaded model=.* seconds=([\d.]+)")
 _READY_SECONDS: Final = 1800.0
 
