@@ -5,17 +5,21 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+import diffusers
 import pytest
 import torch
-from diffusers import WanPipeline
+from diffusers import CogVideoXDDIMScheduler, CogVideoXPipeline, WanPipeline
 
+from triptych.accel.quant import quantise
 from triptych.config import ModelConfig
 from triptych.errors import ConfigError
 from triptych.ids import ROLES, Role
 from triptych.pipeline.load import load_pipeline
 
-from .checkpoints import wan_parts, wan_transformer
-from .classic_harness import TOLERATED
+from .checkpoints import t5_tokenizer, wan_parts, wan_transformer
+from .classic_checkpoints import cogvideox_transformer, cogvideox_vae
+from .classic_harness import REQUESTS, TOLERATED
+from .classic_parts import t5
 from .harness import Trio
 
 REQUEST: dict[str, Any] = {
@@ -78,6 +82,49 @@ def test_only_the_role_that_was_named_is_quantised(wide: Path) -> None:
 def test_a_role_in_which_nothing_is_wide_enough_is_refused(wide: Path) -> None:
     with pytest.raises(ConfigError, match=r"quant='int8': .* has no linear layer in its blocks that is wide enough"):
         trio(wide, quant={Role.ENCODER: "int8"})
+
+
+def test_the_denoiser_of_a_replayed_pipeline_is_quantised_too(tmp_path: Path) -> None:
+    tokenizer = t5_tokenizer()
+    transformer = cogvideox_transformer(num_attention_heads=8, attention_head_dim=64)
+    CogVideoXPipeline(
+        tokenizer=tokenizer, text_encoder=t5(tokenizer), vae=cogvideox_vae(), transformer=transformer,
+        scheduler=CogVideoXDDIMScheduler(),
+    ).save_pretrained(tmp_path)  # fmt: skip
+    stock, small = trio(tmp_path), trio(tmp_path, quant={Role.DENOISER: "int8"})
+    request = REQUESTS["cogvideox_t2v"] | {"seed": 4}
+    (expected,), (got,) = stock.generate(request), small.generate(request)
+    difference = abs(got.frames.astype(int) - expected.frames.astype(int))
+    assert 0 < difference.mean() < 8  # of 255
+
+
+@pytest.mark.parametrize(
+    ("kind", "settings", "layers", "kept"),
+    [
+        ("CogVideoXTransformer3DModel", {"num_layers": 2}, 16, ("patch_embed.text_proj", "norm_out.linear")),
+        ("SD3Transformer2DModel", {"num_layers": 2, "sample_size": 32}, 25, ("context_embedder", "norm_out.linear")),
+        ("MochiTransformer3DModel", {"num_layers": 2}, 25, ("time_embed.caption_proj", "norm_out.linear")),
+        ("PixArtTransformer2DModel", {"num_layers": 2}, 20, ("adaln_single.linear",)),
+        ("SanaTransformer2DModel", {"num_layers": 2}, 16, ("caption_projection.linear_1",)),
+        (
+            "UNetSpatioTemporalConditionModel",
+            {"block_out_channels": (128, 128, 512, 512), "num_attention_heads": (2, 2, 8, 8), "layers_per_block": 1,
+             "cross_attention_dim": 512},
+            120,
+            ("time_embedding.linear_2", "add_embedding.linear_2"),
+        ),
+    ],
+)  # fmt: skip
+def test_models_that_name_no_repeated_blocks_are_quantised_but_for_their_ends(
+    kind: str, settings: dict[str, Any], layers: int, kept: tuple[str, ...]
+) -> None:
+    with torch.device("meta"):
+        model = getattr(diffusers, kind)(**settings)
+    model = model.to_empty(device="cpu")
+    before = weight_bytes(model)
+    assert quantise([model], "int8", torch.device("cpu")) == layers
+    assert weight_bytes(model) < 0.8 * before
+    assert all(model.get_parameter(f"{name}.weight").dtype is torch.float32 for name in kept)
 
 
 @pytest.mark.parametrize("kind", ["model", "block"])

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import importlib
 import importlib.util
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
@@ -22,7 +22,7 @@ _MIN_FEATURES = 512
 
 
 def quantise(models: Sequence[nn.Module], kind: Quantisation, device: torch.device) -> int:
-    """Quantise the linear layers of the repeated blocks of models in place; returns how many changed.
+    """Quantise the linear layers of the blocks of models in place; returns how many changed.
 
     Embeddings, norms and the projections at both ends stay as they are. Blocks in host memory visit ``device`` one at a
     time, so a model need not fit there before it is small. Raises `ConfigError` when the machine cannot do it or there
@@ -65,13 +65,28 @@ def quantise(models: Sequence[nn.Module], kind: Quantisation, device: torch.devi
 
 
 def blocks(model: nn.Module) -> list[nn.Module]:
-    """The repeated blocks of a Diffusers model, or of a Transformers one, which declares them as not to be split."""
-    whole: Any = getattr(model, "_no_split_modules", None)
-    names: set[str] = set(whole or ()) if type(model).__module__.startswith("transformers.") else set()
-    return repeated_blocks(model) or [module for module in model.modules() if type(module).__name__ in names]
+    """The blocks that hold nearly all of a model's work, without what stands before and behind them.
+
+    Those that a Diffusers model says to repeat, or where it names none, the entries of its outermost module lists; of a
+    Transformers model those that it declares as not to be split. Autoencoders have none: they are convolutions.
+    """
+    if type(model).__module__.startswith("transformers."):
+        whole: Any = getattr(model, "_no_split_modules", None)
+        names: set[str] = set(whole or ())
+        return [module for module in model.modules() if type(module).__name__ in names]
+    return repeated_blocks(model) or ([] if hasattr(model, "decode") else list(_listed(model)))
+
+
+def _listed(module: nn.Module) -> Iterator[nn.Module]:
+    """Entries of lists of modules, but for lone layers, which are heads and projections."""
+    for child in module.children():
+        if isinstance(child, nn.ModuleList):
+            yield from (entry for entry in child if any(entry.children()))
+        else:
+            yield from _listed(child)
 
 
 def repeated_blocks(model: nn.Module) -> list[nn.Module]:
-    """The blocks that a Diffusers model repeats, which hold nearly all of its work; empty when it declares none."""
+    """The blocks that a Diffusers model says to repeat; empty when it says nothing of it."""
     names: list[str] = getattr(model, "_repeated_blocks", None) or []
     return [module for module in model.modules() if type(module).__name__ in names]
