@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from typing import Any
+
 import pytest
 import torch
-from transformers import UMT5Config, UMT5EncoderModel
+from transformers import Qwen3Config, Qwen3ForCausalLM, UMT5Config, UMT5EncoderModel
 
 from triptych.accel.prompts import PromptCache, install
 from triptych.accel.tally import Tally
@@ -76,3 +79,97 @@ def test_two_encoders_never_answer_for_each_other(encoder: UMT5EncoderModel) -> 
     install(other, cache, "text_encoder_2")
     embed(encoder, tokens(1, 2))
     assert torch.equal(embed(other, tokens(1, 2)), expected)
+
+
+LAYERS, WIDTH, WORDS = 3, 16, 4
+HIDDEN = WORDS * WIDTH * 4
+"""Bytes of one layer's hidden states."""
+
+
+@pytest.fixture
+def language_model() -> Qwen3ForCausalLM:
+    torch.manual_seed(0)
+    config = Qwen3Config(
+        vocab_size=64, hidden_size=WIDTH, intermediate_size=32, num_hidden_layers=LAYERS, num_attention_heads=2,
+        num_key_value_heads=1, head_dim=8,
+    )  # fmt: skip
+    return Qwen3ForCausalLM(config).eval()
+
+
+def asked(model: Any, *, ids: tuple[int, ...] = (1, 2, 3, 4)) -> Any:
+    return model(input_ids=tokens(*ids), attention_mask=torch.ones(1, WORDS).long(), output_hidden_states=True)
+
+
+@pytest.mark.parametrize("read", [
+    lambda answer: answer.hidden_states[-2],
+    lambda answer: answer["hidden_states"][1:3][0],
+    lambda answer: answer[0],
+    lambda answer: torch.stack(answer.hidden_states, dim=-1),
+    lambda answer: torch.cat(list(answer.hidden_states)),
+    lambda answer: torch.stack([answer.hidden_states[place] for place in (0, 2)], dim=1),
+    lambda answer: torch.stack(answer[2]),
+])  # fmt: skip
+def test_a_language_model_computes_a_prompt_once_however_it_is_read(
+    language_model: Qwen3ForCausalLM, read: Callable[[Any], torch.Tensor]
+) -> None:
+    """Its answer holds a key-value cache, which is nothing to keep."""
+    expected = read(asked(language_model))
+    cache = PromptCache(max_bytes=1 << 20, tally=Tally())
+    install(language_model, cache, "text_encoder")
+    for _ in range(3):
+        got = read(asked(language_model))
+        assert type(got) is torch.Tensor
+        assert torch.equal(got, expected)
+    assert (cache.tally.prompt_hits, cache.tally.prompt_misses) == (2, 1)
+
+
+def test_only_what_is_read_takes_memory(language_model: Qwen3ForCausalLM) -> None:
+    cache = PromptCache(max_bytes=2 * HIDDEN, tally=Tally())
+    install(language_model, cache, "text_encoder")
+    for _ in range(2):
+        for ids in ((1, 2, 3, 4), (5, 6, 7, 8)):
+            assert asked(language_model, ids=ids).hidden_states[-2].shape == (1, WORDS, WIDTH)
+    assert cache.used_bytes == 2 * HIDDEN
+    assert cache.tally.prompt_misses == 2
+
+
+def test_a_reader_of_more_gets_it_computed_and_kept(language_model: Qwen3ForCausalLM) -> None:
+    stock = asked(language_model)
+    cache = PromptCache(max_bytes=1 << 20, tally=Tally())
+    install(language_model, cache, "text_encoder")
+    assert torch.equal(asked(language_model).hidden_states[1], stock.hidden_states[1])
+    for misses in (2, 2):
+        assert torch.equal(torch.stack(asked(language_model).hidden_states), torch.stack(stock.hidden_states))
+        assert cache.tally.prompt_misses == misses
+
+
+def test_what_cannot_be_kept_is_said_once_and_computed_each_time(
+    language_model: Qwen3ForCausalLM, caplog: pytest.LogCaptureFixture
+) -> None:
+    cache = PromptCache(max_bytes=HIDDEN, tally=Tally())
+    install(language_model, cache, "text_encoder")
+    for _ in range(2):
+        assert asked(language_model).cache.get_seq_length() == WORDS
+        assert asked(language_model).hidden_states[0].shape == (1, WORDS, WIDTH)
+        assert asked(language_model).hidden_states[1].shape == (1, WORDS, WIDTH)
+    assert [record.getMessage() for record in caplog.records] == [
+        "text_encoder: prompt cache is of no use where what is read of its answers is a DynamicCache"
+    ]
+
+
+def test_an_answer_larger_than_all_room_is_said(encoder: UMT5EncoderModel, caplog: pytest.LogCaptureFixture) -> None:
+    cache = PromptCache(max_bytes=64, tally=Tally())
+    install(encoder, cache, "text_encoder")
+    for _ in range(2):
+        embed(encoder, tokens(1, 2, 3))
+    assert (cache.tally.prompt_hits, cache.used_bytes) == (0, 0)
+    assert len(caplog.records) == 1
+    assert "larger than all" in caplog.text
+
+
+def test_masks_may_be_floats(encoder: UMT5EncoderModel) -> None:
+    cache = PromptCache(max_bytes=1 << 20, tally=Tally())
+    install(encoder, cache, "text_encoder")
+    for _ in range(2):
+        embed(encoder, tokens(1, 2), torch.ones(1, 2))
+    assert (cache.tally.prompt_hits, cache.tally.prompt_misses) == (1, 1)

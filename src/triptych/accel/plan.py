@@ -91,6 +91,8 @@ def accelerate(
         done += [_batching(name, model, batcher) for name, model in text_encoders.items()]
     if prompts is not None:
         done += [_prompts(name, model, prompts) for name, model in text_encoders.items()]
+        unknown = {name for name in modules.keys() - text_encoders.keys() if name.startswith("text_encoder")}
+        done += [_no_prompts(name, modules[name]) for name in sorted(unknown)]
     wish, backend = backend.partition(",")[0], attention.preferred(backend, device)
     denoisers = {name: model for name, model in modules.items() if quant.repeated_blocks(model)}
     for name, model in denoisers.items():
@@ -147,8 +149,13 @@ def _batching(name: str, model: nn.Module, batcher: ForwardBatcher) -> Technique
 
 def _prompts(name: str, model: nn.Module, cache: PromptCache) -> Technique:
     install_prompts(model, cache, name)
-    why = f"embeddings of up to {cache.max_bytes >> 20} MiB"
+    why = f"up to {cache.max_bytes >> 20} MiB of what is read of its answers"
     return Technique(name=f"{name}: prompt cache", on=True, why=why, exact=True)
+
+
+def _no_prompts(name: str, model: nn.Module) -> Technique:
+    why = f"{type(model).__name__} is no Transformers model that takes tokens"
+    return Technique(name=f"{name}: prompt cache", on=False, why=why)
 
 
 def _text_keys(name: str, model: nn.Module, *, compiled: bool) -> Technique:

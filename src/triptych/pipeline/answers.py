@@ -18,6 +18,7 @@ import numpy as np
 import torch
 from PIL import Image
 
+from triptych.accel.answers import ShownOutput, ShownTuple
 from triptych.errors import StageError
 
 Plain = list[Any]
@@ -55,15 +56,15 @@ class OutputClasses:
             return ["value", value]
         if isinstance(value, Reader):
             return self._reader(value)
-        if type(value) in (tuple, torch.Size, ReadTuple):
+        if type(value) in (tuple, torch.Size, ReadTuple, ShownTuple):
             return ["tuple", [self.flat(item) for item in _read_items(value)]]
         if type(value) is list:
             return ["list", [self.flat(item) for item in value]]
         if isinstance(value, self._distribution):
             fields = {"parameters": value.parameters, "deterministic": value.deterministic}
             return ["output", _DISTRIBUTION, list(fields), [self.flat(item) for item in fields.values()]]
-        if _name(type(value)) in self._classes:
-            return ["output", _name(type(value)), list(value), [self.flat(item) for item in value.values()]]
+        if (name := _name(_kind(value))) in self._classes:
+            return ["output", name, list(value), [self.flat(item) for item in value.values()]]
         if type(value) is dict and all(type(key) is str for key in value):
             return ["dict", list(value), [self.flat(item) for item in value.values()]]
         return ["unread", type(value).__name__]
@@ -97,9 +98,9 @@ class OutputClasses:
 
     def noted(self, answer: Any) -> Any:
         """``answer`` as the pipeline gets it: outputs and tuples behind readers, tensors as clones."""
-        if _name(type(answer)) in self._classes and not isinstance(answer, self._distribution):
-            return Reader(self, _name(type(answer)), dict(answer))
-        if type(answer) is tuple:
+        if (name := _name(_kind(answer))) in self._classes and not isinstance(answer, self._distribution):
+            return Reader(self, name, answer)
+        if type(answer) is tuple or isinstance(answer, ShownTuple):
             return ReadTuple(self, answer)
         return answer
 
@@ -116,7 +117,7 @@ class Reader:
 
     def __init__(self, classes: OutputClasses, name: str, fields: Mapping[str, Any]) -> None:
         self.name = name
-        self.fields = dict(fields)
+        self.fields = fields
         self.read: dict[str, Any] = {}
         self._given: dict[str, Any] = {}
         self._classes = classes
@@ -159,11 +160,14 @@ class ReadTuple(tuple[Any, ...]):
     """A tuple that notes which of its items are read; all of them when no single one is asked for."""
 
     read: set[int]
+    items: tuple[Any, ...]
     _classes: OutputClasses
 
     def __new__(cls, classes: OutputClasses, items: tuple[Any, ...]) -> ReadTuple:
-        self = super().__new__(cls, items)
+        # As they lie there: to go through the items is to read them, where they are fetched when they are read.
+        self = super().__new__(cls, (tuple.__getitem__(items, place) for place in range(len(items))))
         self.read = set()
+        self.items = items
         self._classes = classes
         return self
 
@@ -182,7 +186,7 @@ class ReadTuple(tuple[Any, ...]):
 
     def _item(self, place: int) -> Any:
         self.read.add(place)
-        item = tuple.__getitem__(self, place)
+        item = self.items[place]
         return item.clone() if isinstance(item, torch.Tensor) else item
 
 
@@ -190,10 +194,9 @@ def _read_items(value: Any) -> list[Any]:
     """Items of a tuple, with placeholders for those of a `ReadTuple` that were not read."""
     if not isinstance(value, ReadTuple):
         return list(value)
-    items = [tuple.__getitem__(value, place) for place in range(len(value))]
     if not value.read:
-        return items
-    return [item if place in value.read else Unread(str(place)) for place, item in enumerate(items)]
+        return list(value.items)
+    return [value.items[place] if place in value.read else Unread(str(place)) for place in range(len(value))]
 
 
 def without_numbers(plain: Any, *, floats_only: bool) -> Any:
@@ -214,6 +217,10 @@ def without_numbers(plain: Any, *, floats_only: bool) -> Any:
             return ["output", name, keys, [without_numbers(item, floats_only=floats_only) for item in items]]
         case _:
             raise StageError(f"not a recorded answer: {str(plain)[:100]}")
+
+
+def _kind(value: Any) -> type[Any]:
+    return value.kind if isinstance(value, ShownOutput) else type(value)
 
 
 def _name(kind: type[Any]) -> str:

@@ -52,6 +52,8 @@ def outfit(
     # Before the prompt cache, which stands in front of the text encoder: what it knows brings no weights.
     kinds: dict[str, Offload] = {name: model.offload[owners[name]] for name in modules if owners[name] in model.offload}
     techniques += offload(modules, kinds, device)
+    cached, prompts = _prompts(model, modules, tally)
+    techniques += cached
     techniques += accelerate(
         modules,
         device=device,
@@ -59,7 +61,7 @@ def outfit(
         profile=model.profile,
         backend=model.attention_backend,
         quantised=[name for name in modules if owners[name] in model.quant],
-        prompts=_prompts(model, modules, tally),
+        prompts=prompts,
         batcher=batcher,
         step_cache=model.step_cache,
         memory=memory,
@@ -78,12 +80,19 @@ def modules_of(components: Mapping[str, Any]) -> dict[str, torch.nn.Module]:
     return {name: part for name, part in components.items() if isinstance(part, torch.nn.Module)}
 
 
-def _prompts(model: ModelConfig, modules: Mapping[str, torch.nn.Module], tally: Tally) -> PromptCache | None:
+def _prompts(
+    model: ModelConfig, modules: Mapping[str, torch.nn.Module], tally: Tally
+) -> tuple[list[Technique], PromptCache | None]:
     """A cache of embeddings; none where adapters may change what a text encoder answers, of which it knows nothing."""
-    adapted = any(hasattr(module, "peft_config") for name, module in modules.items() if name.startswith("text_encoder"))
-    if adapted or not model.prompt_cache_bytes:
-        return None
-    return PromptCache(max_bytes=model.prompt_cache_bytes, tally=tally)
+    if not model.prompt_cache_bytes:
+        return [], None
+    adapted = [
+        name for name, part in modules.items() if name.startswith("text_encoder") and hasattr(part, "peft_config")
+    ]
+    if adapted:
+        why = f"adapters change what {', '.join(adapted)} answers"
+        return [Technique(name="prompt cache", on=False, why=why)], None
+    return [], PromptCache(max_bytes=model.prompt_cache_bytes, tally=tally)
 
 
 def _quantised(
