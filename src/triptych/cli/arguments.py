@@ -77,6 +77,14 @@ def parse_positive(text: str) -> float:
     return value
 
 
+def parse_param(text: str) -> tuple[str, str]:
+    """``NAME=VALUE``."""
+    name, equals, value = text.partition("=")
+    if not (name.isidentifier() and equals):
+        raise argparse.ArgumentTypeError(f"{text!r}: must be NAME=VALUE, e.g. flow_shift=5")
+    return name, value
+
+
 def _typed(option: Option) -> Callable[[str], Any]:
     def read(text: str) -> Any:
         try:
@@ -180,7 +188,7 @@ def _plain_port(text: str) -> int:
 
 
 def _generate(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("prompt", metavar="PROMPT")
+    parser.add_argument("prompt", metavar="PROMPT", nargs="?", help="needed by every model that takes one")
     parser.add_argument("-o", "--output", metavar="FILE", required=True, help="where the video or image is written")
     parser.add_argument("--server", metavar="URL", default=DEFAULT_SERVER, help="default: %(default)s")
     parser.add_argument(
@@ -196,6 +204,22 @@ def _generate(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--negative-prompt", metavar="TEXT")
     parser.add_argument(
         "--true-cfg-scale", type=float, metavar="G", help="for models where --guidance-scale is not about it"
+    )
+    parser.add_argument(
+        "--image", action="append", default=[], metavar="FILE", help="picture to start from; repeatable for several"
+    )
+    parser.add_argument("--mask", metavar="FILE", help="what of the picture is to be made anew")
+    parser.add_argument("--last-frame", metavar="FILE", help="picture that the video is to end with")
+    parser.add_argument(
+        "--lora", action="append", default=[], metavar="NAME[:SCALE]", help="adapter of the server's; repeatable"
+    )
+    parser.add_argument(
+        "--param",
+        type=parse_param,
+        action="append",
+        default=[],
+        metavar="NAME=VALUE",
+        help="any other parameter of the model, a picture or clip as a file; the server's /v1/models lists them",
     )
 
 
@@ -266,7 +290,7 @@ COMMANDS: tuple[Command, ...] = (
     Command(
         name="generate",
         help="make one video or image with a running server",
-        description="Send a prompt to a running server, follow its progress, and save the result.",
+        description="Send a prompt, pictures, or both to a running server, follow its progress, and save the result.",
         add_arguments=_generate,
     ),
     Command(
