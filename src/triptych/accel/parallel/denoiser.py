@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Mapping
+from contextlib import nullcontext
 from typing import Any
 
 from torch import nn
 
 from triptych.accel.parallel.degrees import Degrees, Layout
 from triptych.accel.parallel.guidance import BranchSharing
-from triptych.accel.parallel.ring import use_ring_attention
+from triptych.accel.parallel.ring import RingAttention
 from triptych.accel.parallel.sequence import TokenSharing, context, put_masks_together
 from triptych.accel.parallel.team import Team
 from triptych.accel.parallel.tensor import shard
@@ -31,14 +32,17 @@ class SharedDenoiser:
         for model in models.values():
             if degrees.tp > 1:
                 shard(model, guided["tp"])
+            ring = None
             if max(degrees.guided.ring, degrees.plain.ring) > 1:
                 if type(model).__name__ == "QwenImageTransformer2DModel":
                     leave_out_masks(model)
-                use_ring_attention(model, team.device)
+                ring = RingAttention(model, team.device)
+                if degrees.guided.ring > 1:
+                    ring.use()
             if max(degrees.guided.ulysses, degrees.plain.ulysses) > 1:
                 put_masks_together()
             if self._guided is not None or self._plain is not None:
-                self._install_layouts(model)
+                self._install_layouts(model, ring if degrees.guided.ring == 1 else None)
             if self._branches is not None:
                 self._branches.install(model)
 
@@ -54,14 +58,16 @@ class SharedDenoiser:
         weights = [f"weights spread over {self._degrees.tp}"] if self._degrees.tp > 1 else []
         return (*weights, *(f"tokens shared by {way}" for way in dict.fromkeys(inexact)))
 
-    def _install_layouts(self, model: nn.Module) -> None:
+    def _install_layouts(self, model: nn.Module, ring: RingAttention | None) -> None:
+        """``ring`` is for forwards without guidance alone."""
         tokens = TokenSharing(model)
         compute: Callable[..., Any] = model.forward
 
         @functools.wraps(compute)
         def forward(*args: Any, **kwargs: Any) -> Any:
             in_step = self._branches is not None and self._branches.in_step
-            with tokens.using(self._guided if in_step else self._plain):
+            ringed = nullcontext() if ring is None or in_step else ring.used()
+            with ringed, tokens.using(self._guided if in_step else self._plain):
                 return compute(*args, **kwargs)
 
         model.forward = forward

@@ -11,6 +11,8 @@ from __future__ import annotations
 
 import logging
 import warnings
+from collections.abc import Generator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -25,29 +27,46 @@ log = logging.getLogger(__name__)
 _ENTRY = dispatch.AttentionBackendName._NATIVE_MATH
 
 
-def use_ring_attention(model: nn.Module, device: torch.device) -> None:
-    """Make every dispatched attention of ``model`` one that can take part in a ring, whatever was chosen for it.
+class RingAttention:
+    """Attention of a model that can take part in a ring, whatever was chosen for it."""
 
-    Says what was not taken, and why. Raises `ConfigError`.
-    """
-    if device.type == "cuda" and not torch.backends.cudnn.is_available():
-        raise ConfigError("denoiser-ring needs cuDNN, whose attention says its log-sum-exp; torch has none here")
-    # Diffusers gathers keys and values by a name that newer torch deprecates.
-    warnings.filterwarnings("ignore", "`torch.distributed._functional_collectives.all_gather_tensor`")
-    dispatch._AttentionBackendRegistry.register(_ENTRY, supports_context_parallel=True)(_attend)
-    chosen, ours = in_use(model), "cudnn" if device.type == "cuda" else "flash attention of the CPU"
-    if chosen not in (None, ours):
-        log.warning(
-            "denoiser-ring: attention of %s runs on %s, not on %s, which does not say the log-sum-exp that joins "
-            "partial results",
-            type(model).__name__,
-            ours,
-            chosen,
-        )
-    for module in model.modules():
-        processor = getattr(module, "processor", None)
-        if hasattr(processor, "_attention_backend"):
-            setattr(processor, "_attention_backend", _ENTRY)  # noqa: B010  # of whatever class it is
+    def __init__(self, model: nn.Module, device: torch.device) -> None:
+        """Says what cannot be taken in a ring, and why. Raises `ConfigError`."""
+        if device.type == "cuda" and not torch.backends.cudnn.is_available():
+            raise ConfigError("a ring of GPUs needs cuDNN, whose attention says its log-sum-exp; torch has none here")
+        # Diffusers gathers keys and values by a name that newer torch deprecates.
+        warnings.filterwarnings("ignore", "`torch.distributed._functional_collectives.all_gather_tensor`")
+        dispatch._AttentionBackendRegistry.register(_ENTRY, supports_context_parallel=True)(_attend)
+        chosen, ours = in_use(model), "cudnn" if device.type == "cuda" else "flash attention of the CPU"
+        if chosen not in (None, ours):
+            log.warning(
+                "in a ring, attention of %s runs on %s, not on %s, which does not say the log-sum-exp that joins "
+                "partial results",
+                type(model).__name__,
+                ours,
+                chosen,
+            )
+        self._processors: list[Any] = [
+            processor
+            for processor in (getattr(module, "processor", None) for module in model.modules())
+            if hasattr(processor, "_attention_backend")
+        ]
+
+    def use(self) -> None:
+        """From now on."""
+        for processor in self._processors:
+            processor._attention_backend = _ENTRY
+
+    @contextmanager
+    def used(self) -> Generator[None]:
+        """For one forward: others, in no ring, keep what was chosen for them."""
+        chosen = [processor._attention_backend for processor in self._processors]
+        self.use()
+        try:
+            yield
+        finally:
+            for processor, its in zip(self._processors, chosen, strict=True):
+                processor._attention_backend = its
 
 
 def _attend(
