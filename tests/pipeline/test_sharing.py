@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from types import SimpleNamespace
 from typing import Any
 
@@ -10,8 +11,9 @@ import torch
 
 from triptych.accel.parallel.team import Team
 from triptych.errors import ConfigError
+from triptych.ids import Role
 from triptych.parallelism import Parallelism
-from triptych.pipeline.sharing import PictureSharing, TextSharing
+from triptych.pipeline.sharing import PictureSharing, Shares, TextSharing
 
 
 def test_a_vae_without_known_strips_is_refused_by_name() -> None:
@@ -41,3 +43,37 @@ def test_a_text_encoder_with_an_adapter_is_refused_with_the_reason() -> None:
     sharing = TextSharing(team, {"text_encoder": ("transformers", "T5EncoderModel")}, {"text_encoder": encoder})
     with pytest.raises(ConfigError, match="encoder-tp=2: text_encoder has a LoRA adapter"):
         sharing.share({"text_encoder": encoder})
+
+
+def heads(**values: int) -> SimpleNamespace:
+    config = {"_class_name": "WanTransformer3DModel", "num_attention_heads": 12} | values
+    return SimpleNamespace(_cp_plan={"rope": {}}, config=SimpleNamespace(**config, get=config.get))
+
+
+def test_a_start_logs_how_the_gpus_share_the_work_and_why(caplog: pytest.LogCaptureFixture) -> None:
+    team = Team(rank=0, size=8, device=torch.device("cpu"), wish=Parallelism())
+    components = {"transformer": heads()}
+    with caplog.at_level(logging.INFO, "triptych"):
+        shares = Shares(team, (Role.DENOISER,), {}, components, ["transformer"], guided=True)
+    assert shares.words == "8 GPUs: cfg 2 x ulysses 4 with guidance, ulysses 4 x ring 2 without"
+    assert f"{shares.words} (branches of guidance first, which is exact, then tokens, by 12 heads)" in caplog.text
+    assert [record.levelname for record in caplog.records] == ["INFO"]
+
+
+@pytest.mark.parametrize("off", [False, True])
+def test_gpus_that_would_compute_the_same_as_others_are_warned_of(off: bool, caplog: pytest.LogCaptureFixture) -> None:
+    team = Team(rank=0, size=2, device=torch.device("cpu"), wish=Parallelism())
+    planless = heads()
+    planless._cp_plan = None
+    Shares(team, (Role.DENOISER,), {}, {"transformer": planless}, ["transformer"], guided=True, off=off)
+    (warning,) = [record.getMessage() for record in caplog.records if record.levelname == "WARNING"]
+    assert "work for 1 of 2 GPUs" in warning
+    assert "no complete plan in Diffusers" in warning
+    assert ("by default" in warning) == off
+
+
+def test_only_the_first_rank_says_it(caplog: pytest.LogCaptureFixture) -> None:
+    team = Team(rank=1, size=2, device=torch.device("cpu"), wish=Parallelism())
+    with caplog.at_level(logging.INFO, "triptych"):
+        Shares(team, (Role.DENOISER,), {}, {"transformer": heads()}, ["transformer"], guided=True)
+    assert not caplog.records

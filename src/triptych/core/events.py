@@ -103,6 +103,8 @@ class InstanceView:
     """Seconds for which it gets nothing while another instance serves its role; 0: it is trusted."""
     failures: str = ""
     """What it is in quarantine for."""
+    sharing: str = ""
+    """How its GPUs share the work; empty when it has one."""
 
 
 # -- events -----------------------------------------------------------------------------------------------------------

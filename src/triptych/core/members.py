@@ -110,4 +110,5 @@ class Member:
             draining=self.draining,
             quarantined=max(0.0, self.health.until - now),
             failures=self.health.evidence if self.health.quarantined(now) else "",
+            sharing=self.hello.sharing,
         )

@@ -59,6 +59,7 @@ class ModularRolePipeline:
         shared: GuiderShare | None = None,
         adapters: Adapters | None = None,
         projection: Projection | None = None,
+        sharing: str = "",
     ) -> None:
         self._loaded = loaded
         self._cut = cut
@@ -71,6 +72,7 @@ class ModularRolePipeline:
         self._shared = shared
         self.adapters = adapters or Adapters((), ())
         self.projection = projection
+        self.sharing = sharing
         if family.exact_timestep and Role.DENOISER in loaded:
             for name, component in loaded[Role.DENOISER].pipeline.components.items():
                 if isinstance(component, torch.nn.Module) and name.startswith("transformer"):

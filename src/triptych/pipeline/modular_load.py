@@ -26,7 +26,7 @@ from triptych.pipeline.passing import instruct, pass_on
 from triptych.pipeline.preview import fit, with_previews
 from triptych.pipeline.readahead import read_ahead
 from triptych.pipeline.rehearsal import ghosts, rehearse
-from triptych.pipeline.request import with_defaults
+from triptych.pipeline.request import guidance_is_off, with_defaults
 from triptych.pipeline.schema import build_schema, read_settings
 from triptych.pipeline.sharing import Shares
 from triptych.pipeline.source import index_components, resolve_source
@@ -76,7 +76,9 @@ class _Plan:
         self._schema = self._whole_schema()  # what cannot be is said before the weights are loaded
         guided = is_guided(self._parts)
         used = [spec.name for spec in self._parts.executed[Role.DENOISER].expected_components]
-        self._shares = Shares(loading.team, own, self._present, self._stand_ins, used, guided=guided)
+        self._shares = Shares(
+            loading.team, own, self._present, self._stand_ins, used, guided=guided, off=guidance_is_off(self._schema)
+        )
         self._batcher = ForwardBatcher() if model.batching else None
         self._joined = BranchBatching() if model.batch_guidance and loading.serves(Role.DENOISER) else None
         if self._joined is not None and not guided:
@@ -116,6 +118,7 @@ class _Plan:
             shared=shared or self._joined,
             adapters=adapters,
             projection=self._projection(loaded),
+            sharing=self._shares.words,
         )
         return pipeline, loaded
 

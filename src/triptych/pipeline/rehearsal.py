@@ -25,6 +25,7 @@ from triptych.accel.tally import Tally
 from triptych.config import Shape
 from triptych.errors import BadRequest, ConfigError, StageError
 from triptych.ids import ROLES, Role
+from triptych.pipeline.request import guidance_is_off
 from triptych.pipeline.shadows import placed, replaced
 from triptych.pipeline.stage import RolePipeline
 from triptych.pipeline.standin import component_class, meta_module
@@ -136,9 +137,7 @@ def _params(schema: RequestSchema, shape: Shape, steps: int) -> dict[str, Any]:
 
 def _guidance_off(schema: RequestSchema) -> dict[str, float]:
     """What turns guidance off; nothing for a model that has none, or none by itself."""
-    scales = {p.name: (p.default, p.off) for p in schema.params if p.off is not None}
-    guided = any(default is not None and default != off for default, off in scales.values())
-    return {name: off for name, (_, off) in scales.items()} if guided else {}
+    return {} if guidance_is_off(schema) else {p.name: p.off for p in schema.params if p.off is not None}
 
 
 def _picture() -> bytes:

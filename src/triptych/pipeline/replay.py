@@ -36,6 +36,8 @@ class ReplayModel:
     schema: RequestSchema
     fingerprint: str
     device: torch.device
+    sharing: str = ""
+    """How several GPUs share the work, in words."""
 
 
 class ReplayRolePipeline:
@@ -82,6 +84,11 @@ class ReplayRolePipeline:
         if Role.DENOISER not in self._pipelines:
             return {}
         return backends({name: self.component(Role.DENOISER, name) for name in self.model.anatomy.denoisers})
+
+    @property
+    def sharing(self) -> str:
+        """How several GPUs share the work, in words; empty for one."""
+        return self.model.sharing
 
     def component(self, role: Role, name: str) -> Any:
         """A role's component, with weights or as a stand-in; None when it is absent."""

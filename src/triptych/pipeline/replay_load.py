@@ -78,6 +78,7 @@ def load_replay(loading: Loading, index: dict[str, Any]) -> ReplayRolePipeline:
             schema=with_defaults(with_adapters(schema, model.loras), model.defaults),
             fingerprint=fingerprint(loading.device, loading.dtype, folder, model.components, changes),
             device=where,
+            sharing=shares.words,
         ),
         pipelines=pipelines,
         owned=owned,

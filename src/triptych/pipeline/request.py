@@ -44,6 +44,12 @@ def complete(schema: RequestSchema, params: Mapping[str, Any]) -> dict[str, Any]
     return found
 
 
+def guidance_is_off(schema: RequestSchema) -> bool:
+    """Whether requests have no guidance unless they ask for it; False also of a model that never has any."""
+    scales = [param for param in schema.params if param.off is not None]
+    return bool(scales) and all(param.default is None or param.default == param.off for param in scales)
+
+
 def with_defaults(schema: RequestSchema, defaults: Mapping[str, _Scalar]) -> RequestSchema:
     """``schema`` with ``defaults`` in place of its own. Raises `ConfigError` for what no request could say."""
     defaults = _guidance_resolved(schema, defaults)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import math
 from collections.abc import Iterable, Mapping
 from typing import Any
@@ -18,6 +19,8 @@ from triptych.accel.wan_vae import supports_class
 from triptych.errors import ConfigError
 from triptych.ids import Role
 
+log = logging.getLogger(__name__)
+
 
 class Shares:
     """All that a team will share of a pipeline, known before any weights are read; nothing without a team."""
@@ -31,11 +34,13 @@ class Shares:
         used: Iterable[str],
         *,
         guided: bool,
+        off: bool = False,
     ) -> None:
         """``present`` are library and class of the model's ``components``, of which the denoiser has ``used``.
 
-        Raises `ConfigError` for what cannot be shared.
+        ``off``: requests have no guidance unless they ask for it. Raises `ConfigError` for what cannot be shared.
         """
+        self._size = 1 if team is None else team.size
         self._denoiser: SharingPlan | None = None
         self._others: list[TextSharing | PictureSharing] = []
         if team is None:
@@ -46,6 +51,32 @@ class Shares:
             self._others.append(TextSharing(team, present, components))
         if team.wish.decoder_tp > 1:
             self._others.append(PictureSharing(team, present, components))
+        if team.rank == 0:
+            self._say(off=off)
+
+    @property
+    def words(self) -> str:
+        """How the ranks share the work, for operators; empty without a team."""
+        shared = [] if self._denoiser is None else [str(self._denoiser.degrees)]
+        shared += [other.words for other in self._others]
+        return f"{self._size} GPUs: {'; '.join(shared)}" if shared else ""
+
+    def _say(self, *, off: bool) -> None:
+        """Log who does what, and who does nothing."""
+        if self._denoiser is None:
+            log.info("%s", self.words)
+            return
+        degrees, size = self._denoiser.degrees, self._size
+        log.info("%s (%s)", self.words, degrees.why)
+        working = degrees.plain.ranks * degrees.tp
+        if working < size:
+            log.warning(
+                "requests without guidance%s have work for %d of %d GPUs, and the others compute the same: %s",
+                ", as they are by default here," if off else "",
+                working,
+                size,
+                degrees.passed_over,
+            )
 
     @property
     def unguided_differs(self) -> bool:
@@ -101,6 +132,11 @@ class TextSharing:
             if (wide := components[name].config.d_ff) % team.size:
                 raise ConfigError(f"encoder-tp={team.size}: must divide the {wide} features of {name}'s wide layers")
 
+    @property
+    def words(self) -> str:
+        """What is shared."""
+        return f"text encoders spread over {self._team.size}"
+
     def share(self, loaded: Mapping[str, Any]) -> tuple[str, ...]:
         """Keep this rank's part of the loaded encoders; what changes results by it, for the fingerprint.
 
@@ -112,7 +148,7 @@ class TextSharing:
         mesh = self._team.everyone()
         for name in self._names:
             shard_text(loaded[name], mesh)
-        return (f"text encoders spread over {self._team.size}",)
+        return (self.words,)
 
 
 class PictureSharing:
@@ -130,12 +166,17 @@ class PictureSharing:
                 + (", ".join(sorted(kinds)) or "this model's")
             )
 
+    @property
+    def words(self) -> str:
+        """What is shared."""
+        return f"pictures decoded in {self._team.size} strips"
+
     def share(self, loaded: Mapping[str, Any]) -> tuple[str, ...]:
         """Have the loaded VAE decode this rank's strip; what changes results by it, for the fingerprint."""
         for name in self._names:
             if name in loaded:
                 share_decoder(self._team, loaded[name])
-        return (f"pictures decoded in {self._team.size} strips",)
+        return (self.words,)
 
 
 def _is_denoiser(component: Any) -> bool:

@@ -156,6 +156,11 @@ class RolePipeline(Protocol):
         """Each loaded denoiser model whose attention is dispatched, and the backend that it runs on."""
         ...
 
+    @property
+    def sharing(self) -> str:
+        """How several GPUs share the work, in words; empty for one."""
+        ...
+
     def start(
         self,
         role: Role,

@@ -17,7 +17,7 @@ from triptych.wire.schema import RequestSchema
 
 MAX_PREVIEW_BYTES = 32 << 10
 
-PROTOCOL_VERSION = 4
+PROTOCOL_VERSION = 5
 
 ID_LENGTH = 256
 """Characters of the longest id. Ids of strangers are echoed in answers, which wait for whoever does not read them."""
@@ -82,6 +82,8 @@ class Hello(_FromInstance, frozen=True, tag="hello"):
     fingerprint: str
     """Versions, dtype, attention backend, quantisation: equal fingerprints compute equal bytes."""
     device: str
+    sharing: str = ""
+    """How its GPUs share the work, for operators; empty when it has one."""
     leases: tuple[Lease, ...] = ()
     """What it is still working on, so that a restarted server continues instead of repeating."""
     copies: tuple[Manifest, ...] = ()

@@ -81,6 +81,7 @@ class _Instance:
         self._mailbox = mailbox
         self._tally = Tally()
         self._loop: ControlLoop | None = None
+        self._sharing = ""
         with contextlib.ExitStack() as opened:
             self._control = InstanceControl(
                 bind_host=config.transfer.hostname,
@@ -164,6 +165,7 @@ class _Instance:
         else:
             pipeline = load_in_lockstep(config, self._leader, self._tally)
         self._metrics.attention(pipeline.attention)
+        self._sharing = pipeline.sharing
         return pipeline
 
     def _hello(self, loaded: Loaded) -> Hello:
@@ -182,6 +184,7 @@ class _Instance:
             schema=loaded.schema,
             fingerprint=loaded.fingerprint,
             device=loaded.device,
+            sharing=self._sharing,
         )
 
     def _usage(self) -> Usage:

@@ -33,6 +33,8 @@ def test_an_instance_dies_with_any_of_its_ranks_and_its_work_is_done_by_the_next
     second: Instance | None = None
     try:
         assert desk.result(desk.submit("done", num_inference_steps=2)).state is JobState.DONE
+        (view,) = desk.router.instances()
+        assert view.sharing == "2 GPUs: cfg 2 with guidance, ulysses 2 without"
         cancelled = desk.submit("cancelled", num_inference_steps=100)
         desk.until(lambda: bool(desk.said(Progress, cancelled, Role.DENOISER)))
         desk.feed(CancelRequest(request=cancelled))

@@ -66,6 +66,11 @@ class LockstepPipeline:
         """The attention of rank 0, which is that of all."""
         return self._own.attention
 
+    @property
+    def sharing(self) -> str:
+        """How the ranks share the work."""
+        return self._own.sharing
+
     def start(
         self,
         role: Role,
