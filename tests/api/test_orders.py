@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 
+import msgspec
 import pytest
 from PIL import Image
 
@@ -114,6 +115,15 @@ def test_an_empty_prompt_is_none_for_a_model_that_takes_none(prompt: str | None)
     assert spoken.digest == read_fields(WORDLESS, Body(fields={}, uploads={"image_file": [FIRST]}), "video").digest
     with pytest.raises(BadRequest, match="prompt"):
         read_order(PAIR, body, "video")  # which needs one
+
+
+def test_a_model_that_goes_by_its_picture_anyway_is_told_no_size() -> None:
+    """Qwen-Image-Edit and its kin have no size of their own."""
+    params = tuple(msgspec.structs.replace(p, default=None, nullable=True) if p in SIZE else p for p in PAIR.params)
+    schema = msgspec.structs.replace(PAIR, params=params)
+    body = Body(fields={"prompt": "a"}, uploads={"image": [FIRST]})
+    assert "height" not in read_order(schema, body, "video", adaptive=True).params
+    assert read_order(PAIR, body, "video", adaptive=True).params["height"] == 80
 
 
 def test_the_task_api_has_its_own_names_for_pictures() -> None:

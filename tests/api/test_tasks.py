@@ -139,6 +139,53 @@ def test_an_aspect_ratio_keeps_the_models_area(http: httpx.Client, house: Any) -
     assert (params["width"], params["height"]) == (80, 80)  # 96x64 has the area of a square of 78.4
 
 
+def still(width: int, height: int, turn: int = 1) -> str:
+    """A picture in base64; ``turn`` is EXIF's number for how the camera was held."""
+    buffer = io.BytesIO()
+    exif = Image.Exif()
+    exif[0x0112] = turn
+    Image.new("RGB", (width, height)).save(buffer, "JPEG", exif=exif)
+    return base64.b64encode(buffer.getvalue()).decode()
+
+
+@pytest.mark.parametrize(
+    ("fields", "size"),
+    [
+        ({"image_path": still(64, 128)}, (48, 112)),  # 96x64 has the area of 55x111
+        ({"image_path": still(128, 64, turn=6)}, (48, 112)),
+        ({"image_path": still(300, 300)}, (80, 80)),
+        ({"image_path": still(64, 128), "target_shape": []}, (48, 112)),
+        ({"image_path": still(64, 128), "target_shape": [64, 64]}, (64, 64)),
+        ({"image_path": still(64, 128), "aspect_ratio": "3:2"}, (96, 64)),
+        ({"image_path": still(64, 128), "size": "32x32"}, (32, 32)),
+        ({"image_path": ""}, (96, 64)),
+    ],
+    ids=["tall", "turned", "square", "empty shape", "shape", "ratio", "size", "no picture"],
+)
+def test_an_adaptive_task_has_the_shape_of_its_picture(
+    http: httpx.Client, house: Any, fields: dict[str, Any], size: tuple[int, int]
+) -> None:
+    body = {"prompt": "a cat", "resize_mode": "adaptive", **fields}
+    assert ended(http, http.post("/v1/tasks/video/", json=body).json()["task_id"])["status"] == "completed"
+    params, _ = house.seen[-1]
+    assert (params["width"], params["height"]) == size
+
+
+def test_a_task_that_is_not_adaptive_has_the_models_size(http: httpx.Client, house: Any) -> None:
+    body = {"prompt": "a cat", "image_path": still(64, 128)}
+    ended(http, http.post("/v1/tasks/video/", json=body).json()["task_id"])
+    assert (house.seen[-1][0]["width"], house.seen[-1][0]["height"]) == (96, 64)
+
+
+def test_a_picture_of_a_shape_that_the_model_does_not_make_is_refused(http: httpx.Client, house: Any) -> None:
+    before = len(house.seen)
+    body = {"prompt": "a cat", "resize_mode": "adaptive", "image_path": still(2000, 20)}
+    answer = http.post("/v1/tasks/image/", json=body)
+    assert (answer.status_code, answer.json()["error"]["param"]) == (400, "resize_mode")
+    assert "the picture is 2000x20, and the model makes no size of that shape" in answer.json()["error"]["message"]
+    assert len(house.seen) == before
+
+
 def test_an_image_may_be_waited_for(http: httpx.Client) -> None:
     response = http.post("/v1/tasks/image/sync?timeout_seconds=10", json={"prompt": "a cat", "target_shape": [32, 64]})
     assert response.status_code == 200
@@ -318,6 +365,7 @@ def test_a_task_can_be_followed(http: httpx.Client) -> None:
         ({"lora_name": "style"}, "lora_name", "served without it"),
         ({"lora_strength": 0.5}, "lora_strength", "served without it"),
         ({"audio_path": "a.wav"}, "audio_path", "served without it"),
+        ({"resize_mode": "fixed_area"}, "resize_mode", "served without it"),
         ({"infer_steps": 0}, "infer_steps", "infer_steps=0: must be 1 to 100"),
         ({"target_video_length": 32}, "target_video_length", "the nearest are 29 and 33"),
         ({"target_shape": [48]}, "target_shape", "[height, width]"),

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import OrderedDict
 from collections.abc import Mapping
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 from anyio import to_thread
@@ -40,11 +41,14 @@ class Desk:
         self._references = References(config)
         self._pictures: OrderedDict[RequestId, tuple[bytes, ...]] = OrderedDict()
 
-    async def read(self, request: Request, body: Body, output: Output, *, paths: bool = False) -> Order:
+    async def read(
+        self, request: Request, body: Body, output: Output, *, paths: bool = False, adaptive: bool = False
+    ) -> Order:
         """The order in ``body``; raises `BadRequest` or kin, and `NotReady` while no model is known.
 
-        With ``paths`` pictures may be named by path and be plain base64. Pictures are fetched from the web only for an
-        order that has nothing else wrong with it, while there is room for it; raises `TooBusy` when there is none.
+        With ``paths`` pictures may be named by path and be plain base64; ``adaptive`` is for `read_order`. Pictures are
+        fetched from the web only for an order that has nothing else wrong with it, while there is room for it; raises
+        `TooBusy` when there is none.
         """
         schema = need_schema(self._service)
         pictures = picture_fields(schema, output)
@@ -59,7 +63,7 @@ class Desk:
             body = await self._references.resolve(body, pictures, paths=paths, took=took)
         refuse_repeated(body)
         timeouts, body = read_timeouts(body, self._config)
-        order = await to_thread.run_sync(read_order, schema, body, output)
+        order = await to_thread.run_sync(partial(read_order, schema, body, output, adaptive=adaptive))
         check_handoff(schema, order.params, self._service.largest_pool)
         return replace(order, timeouts=timeouts)
 

@@ -6,6 +6,7 @@ from typing import Any, Final
 
 import msgspec
 
+from triptych.api.aspect import ADAPTIVE
 from triptych.api.openapi_params import (
     FILE,
     NO_PROMPT,
@@ -23,6 +24,9 @@ from triptych.wire.schema import RequestSchema
 KINDS: Final = (("application/json", ""), ("multipart/form-data", "Form"))
 """Content type of a body, and what its schema's name ends in."""
 
+_ADAPTIVE: Final = (
+    "Where no size is given, the output has the shape of the picture and the area of the model's own size."
+)
 _STRENGTHS: Final = {"minimum": -MAX_ADAPTER_SCALE, "maximum": MAX_ADAPTER_SCALE}
 
 UNKNOWN: Final[dict[str, Any]] = {
@@ -76,7 +80,8 @@ def task_body(schema: RequestSchema | None, output: Output, *, form: bool, singl
             text = "Of every adapter in lora_name that has none of its own."
             fields[name] = {"type": "number", "description": text, **_STRENGTHS}
         elif values and RENAMED.get(name, name) not in params and not form:
-            fields[name] = {"enum": list(values), "description": "Accepted for its neutral value only."}
+            text = _ADAPTIVE if name == ADAPTIVE else "Accepted for its neutral value only."
+            fields[name] = {"enum": list(values), "description": text}
     if not form:
         fields = {name: found if name in required else nullable(found) for name, found in fields.items()}
     body = {"type": "object", "properties": fields, "required": required, "additionalProperties": False}

@@ -13,6 +13,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Final, Literal, TypeAlias
 
+from triptych.api.aspect import has_own_size, sides_of_picture
 from triptych.api.body import Body
 from triptych.api.clips import clean_clip, clip_length
 from triptych.api.errors import BodyTooLarge, ModelNotFound
@@ -23,6 +24,7 @@ from triptych.api.validation import bounded, check, check_sides, nearest, read_n
 from triptych.core.cost import staged_bytes
 from triptych.errors import BadRequest
 from triptych.ids import Role
+from triptych.wire.clips import clip_format
 from triptych.wire.schema import Param, RequestSchema
 
 Output: TypeAlias = Literal["video", "image"]
@@ -109,8 +111,11 @@ def spoken(schema: RequestSchema, output: Output) -> set[str]:
     return names
 
 
-def read_order(schema: RequestSchema, body: Body, output: Output) -> Order:
-    """The order that ``body`` stands for; raises `BadRequest` (or kin) at the first thing wrong with it."""
+def read_order(schema: RequestSchema, body: Body, output: Output, *, adaptive: bool = False) -> Order:
+    """The order that ``body`` stands for; raises `BadRequest` (or kin) at the first thing wrong with it.
+
+    ``adaptive``: where no size is given, the picture to start from gives the shape.
+    """
     if output == "video" and schema.output == "image":
         raise BadRequest("model", f"model {schema.model!r} makes images; use POST /v1/images/generations")
     body = without_unasked(schema, body, output)
@@ -130,6 +135,8 @@ def read_order(schema: RequestSchema, body: Body, output: Output) -> Order:
     count = int(values.pop("n", 1))
     pictures, images = _pictures(uploads)
     values.update(pictures)
+    if adaptive:
+        values |= _picture_sides(params, values, images)
     _fill(params, values)
     _check_strength(values)
     if schema.param("n") is not None:
@@ -258,6 +265,17 @@ def _pictures(uploads: Mapping[str, tuple[Param, list[bytes]]]) -> tuple[dict[st
         clean = clean_clip if param.type == "video" else clean_picture
         blobs.extend(clean(name, data) for data in files)
     return values, tuple(blobs)
+
+
+def _picture_sides(params: Mapping[str, Param], values: Mapping[str, Any], images: Sequence[bytes]) -> dict[str, int]:
+    """Height and width in the shape of the picture to start from, where there is one and nothing else gives them."""
+    if not has_own_size(params) or not values.keys().isdisjoint(("height", "width")):
+        return {}
+    value = values.get(next((name for name, param in params.items() if param.type in MEDIA), ""))
+    if value is None:
+        return {}
+    picture = images[(value[0] if isinstance(value, list) else value)["blob"]]
+    return sides_of_picture(params, picture) if clip_format(picture) is None else {}
 
 
 def _fill(params: Mapping[str, Param], values: dict[str, Any]) -> None:

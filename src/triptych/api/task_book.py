@@ -118,7 +118,7 @@ class TaskBook:
         schema = need_schema(self._service)
         fields = await to_thread.run_sync(read_fields, schema, body, output)
         try:
-            order = await self._context.desk.read(request, fields.body, output, paths=True)
+            order = await self._context.desk.read(request, fields.body, output, paths=True, adaptive=fields.adaptive)
         except BadRequest as error:
             raise in_client_words(error, fields.names) from error
         if order.count > 1 and schema.param("n") is None:

@@ -6,13 +6,13 @@ Names of the pipeline itself are accepted too.
 from __future__ import annotations
 
 import hashlib
-import math
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import PurePosixPath
 from typing import Any, Final, cast
 
+from triptych.api.aspect import ADAPTIVE, has_own_size, sides_of
 from triptych.api.body import Body
 from triptych.api.idempotency import canonical
 from triptych.api.orders import Output, accepted, picture_params
@@ -20,7 +20,6 @@ from triptych.api.timeouts import TIMEOUTS
 from triptych.api.unasked import is_no_prompt
 from triptych.api.validation import (
     check_sides,
-    nearest,
     read_integer,
     read_number,
     read_text,
@@ -59,7 +58,7 @@ NEUTRAL: Final[Mapping[str, tuple[Any, ...]]] = {
     "audio_file": (),
     "video_duration": (5, "5"),
     "talk_objects": ([],),
-    "resize_mode": ("adaptive",),
+    ADAPTIVE: ("adaptive",),  # which asks for something where there is a picture: `TaskFields.adaptive`
     "presigned_url": ("",),
     "lora_name": ("",),
     "lora_strength": (1, "1", "1.0"),
@@ -101,6 +100,8 @@ class TaskFields:
     task_id: str | None
     save_path: str
     """Relative path under the output folder; empty when none was given."""
+    adaptive: bool
+    """Whether the picture gives the shape where no size is given."""
     digest: str
     """Of everything in the request but the task's id: equal requests have equal digests."""
 
@@ -118,6 +119,7 @@ def read_fields(schema: RequestSchema, body: Body, output: Output) -> TaskFields
     if task_id is not None and (task_id in _PATHS or any(IdMint.is_id(task_id, kind) for kind in SUFFIXES)):
         refuse("task_id", task_id, "none of the names and forms of name that are the server's own")
     digest = _digest(output, given, body.uploads)
+    adaptive = given.get(ADAPTIVE) == "adaptive"
     _read_adapters(schema, given)
     _refuse_absent(schema, given, body.uploads)
     fields: dict[str, Any] = {}
@@ -145,6 +147,7 @@ def read_fields(schema: RequestSchema, body: Body, output: Output) -> TaskFields
         names=names,
         task_id=task_id,
         save_path=save_path,
+        adaptive=adaptive,
         digest=digest,
     )
 
@@ -276,9 +279,6 @@ def _shape(schema: RequestSchema, output: Output, given: dict[str, Any], *, form
     found = _RATIO.fullmatch(ratio) if isinstance(ratio, str) else None
     if found is None or not int(found[1]) or not int(found[2]):
         refuse("aspect_ratio", ratio, "WIDTH:HEIGHT, e.g. '16:9'")
-    height, width = params["height"], params["width"]
-    if not isinstance(height.default, int) or not isinstance(width.default, int):
+    if not has_own_size(params):
         raise BadRequest("aspect_ratio", f"aspect_ratio: {schema.model!r} has no size of its own; give target_shape")
-    wide = int(found[1]) / int(found[2])
-    tall = math.sqrt(height.default * width.default / wide)
-    return "aspect_ratio", {"height": nearest(height, tall), "width": nearest(width, tall * wide)}
+    return "aspect_ratio", sides_of(params, int(found[1]) / int(found[2]))

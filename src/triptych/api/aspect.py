@@ -1,0 +1,54 @@
+"""Sizes by shape: the height and width that have the area of the model's own size, in another shape."""
+
+from __future__ import annotations
+
+import io
+import math
+from collections.abc import Mapping
+
+from PIL import Image
+
+from triptych.api.validation import nearest
+from triptych.errors import BadRequest
+from triptych.wire.schema import Param
+
+ADAPTIVE = "resize_mode"
+"""The field by which a task says that its picture gives the shape."""
+
+
+def has_own_size(params: Mapping[str, Param]) -> bool:
+    """Whether the model makes a size of its own where none is asked for. Others go by the picture anyway."""
+    return all(name in params and isinstance(params[name].default, int) for name in ("height", "width"))
+
+
+def sides_of(params: Mapping[str, Param], wide: float) -> dict[str, int]:
+    """Height and width of the area of the model's own size, the one ``wide`` times the other, each the nearest legal
+    value."""
+    tall, across = _wished(params, wide)
+    return {"height": nearest(params["height"], tall), "width": nearest(params["width"], across)}
+
+
+def sides_of_picture(params: Mapping[str, Param], picture: bytes) -> dict[str, int]:
+    """Height and width in the shape of a picture that was checked.
+
+    Raises `BadRequest` where bounds of the model would bend that shape.
+    """
+    with Image.open(io.BytesIO(picture)) as image:
+        width, height = image.size
+    for name, side in zip(("height", "width"), _wished(params, width / height), strict=True):
+        low, high = params[name].minimum, params[name].maximum
+        if (low is not None and side < low) or (high is not None and side > high):
+            raise BadRequest(
+                ADAPTIVE,
+                f"{ADAPTIVE}='adaptive': the picture is {width}x{height}, and the model makes no size of that shape; "
+                "give target_shape",
+            )
+    return sides_of(params, width / height)
+
+
+def _wished(params: Mapping[str, Param], wide: float) -> tuple[float, float]:
+    height, width = params["height"].default, params["width"].default
+    assert isinstance(height, int)
+    assert isinstance(width, int)
+    tall = math.sqrt(height * width / wide)
+    return tall, tall * wide
