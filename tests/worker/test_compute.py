@@ -91,6 +91,7 @@ class Run:
 
     def cancel(self) -> None:
         self.memory = None
+        self._pipeline.cancelled.append(self.name)
 
 
 class ScriptedPipeline:
@@ -103,6 +104,7 @@ class ScriptedPipeline:
     def __init__(self, gate: Callable[[str], None] = lambda name: None) -> None:
         self.gate = gate
         self.turns: list[str] = []
+        self.cancelled: list[str] = []
         self.tally = Tally()
         self.memory: dict[str, weakref.ref[torch.Tensor]] = {}
 
@@ -474,9 +476,11 @@ def test_a_run_goes_on_from_its_checkpoint_and_counts_on(bench: Callable[..., Be
 def test_a_run_that_cannot_go_on_from_a_checkpoint_may_be_tried_without(
     bench: Callable[..., Bench], pipeline: type[ScriptedPipeline], tree: bytes
 ) -> None:
-    at = bench(pipeline())
+    scripted = pipeline()
+    at = bench(scripted)
     resume_at(at, "a", tree, 2)
     assert failure(at.until(Ended)).retryable
+    assert scripted.cancelled == ["a"]  # further ranks of an instance would keep it
 
 
 def test_checkpoints_are_made_at_the_interval_and_never_two_at_a_time(bench: Callable[..., Bench]) -> None:

@@ -373,6 +373,11 @@ def _nothing() -> None:
 
 
 def _restore(run: StageRun, resume: Payload) -> None:
-    if not isinstance(run, Resumable):
-        raise StageError("a run of this pipeline cannot resume from a checkpoint", retryable=True)
-    run.restore(resume.tree, resume.tensors)
+    """Put a run that has just begun where a checkpoint was; it is over where that fails."""
+    try:
+        if not isinstance(run, Resumable):
+            raise StageError("a run of this pipeline cannot resume from a checkpoint", retryable=True)
+        run.restore(resume.tree, resume.tensors)
+    except Exception:
+        run.cancel()
+        raise

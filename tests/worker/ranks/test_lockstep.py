@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Iterator
+from dataclasses import replace
 
 import msgspec
 import pytest
@@ -12,6 +13,7 @@ import torch
 
 from tests.pipeline.harness import finish
 from tests.worker.ranks.pair import Pair
+from triptych.accel.parallel.team import Team
 from triptych.errors import StageError
 from triptych.ids import Role
 from triptych.parallelism import Parallelism
@@ -99,6 +101,26 @@ def test_a_request_that_fails_on_every_rank_fails_alone(pair: Pair) -> None:
     assert pair.posts.empty()
 
 
+def test_tensors_that_find_no_room_fail_their_request_and_no_rank_hears_of_it(
+    pair: Pair, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    whole, inbox = pair.encoded(num_inference_steps=2)
+    begun = pair.alone.start(Role.DENOISER, whole, inbox[Role.DENOISER], [])
+    begun.advance()
+    frozen = begun.checkpoint()
+    run = pair.shared.start(Role.DENOISER, whole, inbox[Role.DENOISER], [])
+    with monkeypatch.context() as full:
+        full.setattr(pair.leader, "_team", replace(pair.team, device=torch.device("cuda:99")))
+        with pytest.raises(Exception, match="CUDA"):
+            pair.shared.start(Role.DENOISER, whole, inbox[Role.DENOISER], [])
+        with pytest.raises(Exception, match="CUDA"):
+            run.restore(*frozen)
+    run.cancel()
+    alone, shared = pair.both(num_inference_steps=2, prompt="a blue square that a dog looks at")
+    assert torch.equal(alone, shared)
+    assert pair.posts.empty()
+
+
 def test_what_a_follower_compiles_is_counted_and_logged(
     pair: Pair, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -148,3 +170,16 @@ def test_the_death_of_a_rank_is_noticed_within_a_step(pair: Pair) -> None:
     while pair.lost().thread != "rank 1":  # what an earlier failure posts late
         pass
     assert time.monotonic() - begun < 2 * leader_module.GRACE_SECONDS
+
+
+def test_tensors_that_reach_some_ranks_only_end_the_instance_with_the_request_that_they_belong_to(
+    pair: Pair, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    whole, inbox = pair.encoded()
+
+    def broadcast(_team: Team, _tensor: torch.Tensor) -> None:
+        raise torch.OutOfMemoryError("no room for a buffer")
+
+    monkeypatch.setattr(Team, "broadcast", broadcast)
+    with pytest.raises(RanksApart, match="no room for a buffer"):
+        pair.shared.start(Role.DENOISER, whole, inbox[Role.DENOISER], [])

@@ -78,19 +78,18 @@ class Leader:
         """Orders given, and those that are known to have gone the same everywhere."""
         self.followers = [_Follower(rank) for rank in range(1, config.ranks)]
         for follower in self.followers:
-            follower.tell(
-                Join(
-                    who=who,
-                    rank=follower.rank,
-                    size=config.ranks,
-                    device=config.device_of(follower.rank),
-                    model=config.model,
-                    roles=config.shared_roles,
-                    parallel=config.parallel,
-                    store=str(self._store),
-                    seconds=COLLECTIVE_SECONDS,
-                )
+            join = Join(
+                who=who,
+                rank=follower.rank,
+                size=config.ranks,
+                device=config.device_of(follower.rank),
+                model=config.model,
+                roles=config.shared_roles,
+                parallel=config.parallel,
+                store=str(self._store),
+                seconds=COLLECTIVE_SECONDS,
             )
+            follower.tell(encode(join))
             threading.Thread(target=self._hear, args=(follower,), name=f"rank-{follower.rank}", daemon=True).start()
         self._frozen = FrozenWatch({follower.rank: follower.process.pid for follower in self.followers}, self._lost)
         threading.Thread(target=self._frozen.run, name="frozen-ranks", daemon=True).start()
@@ -116,13 +115,22 @@ class Leader:
         self._loaded = True
 
     def tell(self, order: Order, tensors: Sequence[torch.Tensor] = ()) -> None:
-        """Give every follower an order, and all ranks the tensors that belong to it."""
+        """Give every follower an order, and all ranks the tensors that belong to it.
+
+        What fails before anyone has heard of the order, for want of memory mostly, is the request's own failure. What
+        fails after that raises `RanksApart`: followers wait for tensors, and would take the next request's for them.
+        """
+        assert self._team is not None
+        told = encode(order)
+        placed = [tensor.to(self._team.device).contiguous() for tensor in tensors]
         self._given += 1
-        for follower in self.followers:
-            follower.tell(order)
-        for tensor in tensors:
-            assert self._team is not None
-            self._team.broadcast(tensor.to(self._team.device).contiguous())
+        try:
+            for follower in self.followers:
+                follower.tell(told)
+            for tensor in placed:
+                self._team.broadcast(tensor)
+        except Exception as error:
+            raise RanksApart(f"tensors were not handed to the other ranks: {error}") from error
 
     def settle(self, own: Exception | None = None, *, ended: bool = False) -> None:
         """Hear from every follower how the last order went, which here failed of ``own`` or ``ended`` its run.
@@ -132,8 +140,11 @@ class Leader:
         if own is not None:
             self._expect_settled(f"rank 0 alone failed: {own}")
             assert self._team is not None
-            if self._team.device.type == "cuda":
-                torch.cuda.synchronize(self._team.device)
+            try:
+                if self._team.device.type == "cuda":
+                    torch.cuda.synchronize(self._team.device)
+            except Exception as error:
+                raise RanksApart(f"rank 0 cannot say how it went: {error}") from error
         for follower in self.followers:
             match self._answer(follower, COLLECTIVE_SECONDS if own is None else GRACE_SECONDS):
                 case Failed(reason=reason) if own is None:
@@ -220,10 +231,10 @@ class _Follower:
                 pass_fds=(its.fileno(),),
             )
 
-    def tell(self, order: Order) -> None:
+    def tell(self, order: bytes) -> None:
         """Send an order; nothing happens where the process is gone, which `hear` will say."""
         with contextlib.suppress(OSError):
-            self._connection.send_bytes(encode(order))
+            self._connection.send_bytes(order)
 
     def hear(self) -> Answer | None:
         """The next answer, which is also kept for `answer`; None once the process is gone."""

@@ -83,16 +83,18 @@ class LockstepPipeline:
         if role not in self._shared:
             return run
         number = next(self._numbers)
-        self._leader.tell(
-            Begin(
-                run=number,
-                role=role,
-                params=dict(params),
-                inputs=tuple(sent(*one) for one in inputs),
-                images=tuple(images),
-            ),
-            [tensor for _, tensors in inputs for tensor in tensors],
+        begin = Begin(
+            run=number,
+            role=role,
+            params=dict(params),
+            inputs=tuple(sent(*one) for one in inputs),
+            images=tuple(images),
         )
+        try:
+            self._leader.tell(begin, [tensor for _, tensors in inputs for tensor in tensors])
+        except Exception:
+            run.cancel()
+            raise
         self._leader.settle()
         if isinstance(run, Resumable):
             return _ResumableRun(number, run, self._leader)
