@@ -60,7 +60,7 @@ async def test_what_models_did_comes_with_the_heartbeats_of_each_instance(house:
     await house.instances(2)
     counts = Counts(
         compilations=3, compile_seconds=4.5, uncompiled=5, prompt_hits=6, prompt_misses=7, steps_skipped=8, turnovers=9,
-        turnover_seconds=10.5,
+        turnover_seconds=10.5, unshared_forwards=11,
     )  # fmt: skip
     did = asdict(counts)
     assert len(set(did.values()) - {0}) == len(did), "each its own number"

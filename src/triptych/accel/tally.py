@@ -19,6 +19,8 @@ class Tally:
     prompt_misses: int = 0
     steps_skipped: int = 0
     """Denoiser forwards that step caching made short."""
+    unshared_forwards: int = 0
+    """Denoiser forwards that each of several GPUs computed whole, for their tokens do not divide."""
     turnovers: int = 0
     """Stages that began when the one before was over, and were known of by then."""
     turnover_seconds: float = 0.0

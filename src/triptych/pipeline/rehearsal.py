@@ -61,6 +61,7 @@ def rehearse(
     """
     for shape in shapes:
         compilations, begun = tally.compilations, time.perf_counter()
+        unshared = tally.unshared_forwards
         params = _params(own.schema, shape, _STEPS_OF_TWO if denoisers > 1 else _STEPS)
         lengths: list[list[torch.Size]] = []
         try:
@@ -69,9 +70,12 @@ def rehearse(
                 if rest.sizes not in lengths:
                     lengths.append(rest.sizes)
                     rest.run(own, before)
+            _tell_unshared(shape, "", tally.unshared_forwards - unshared)
             if unguided and (off := _guidance_off(own.schema)):
                 params = _params(own.schema, shape, _UNGUIDED_STEPS) | {"prompt": _PROMPTS[0], **off}
+                unshared = tally.unshared_forwards
                 _encoded(own, before, shape, params).run(own, before)
+                _tell_unshared(shape, " without guidance", tally.unshared_forwards - unshared)
         except (BadRequest, StageError) as error:
             raise ConfigError(f"warmup={shape}: {error.message}") from error
         log.info(
@@ -79,6 +83,17 @@ def rehearse(
             shape,
             time.perf_counter() - begun,
             tally.compilations - compilations,
+        )
+
+
+def _tell_unshared(shape: Shape, which: str, forwards: int) -> None:
+    if forwards:
+        log.warning(
+            "warmup=%s: the tokens of %d forwards%s do not divide among the GPUs, each of which computed them whole: "
+            "requests of this shape are no faster than on fewer GPUs, unless their prompts are of other lengths",
+            shape,
+            forwards,
+            which,
         )
 
 

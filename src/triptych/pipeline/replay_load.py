@@ -66,7 +66,7 @@ def load_replay(loading: Loading, index: dict[str, Any]) -> ReplayRolePipeline:
 
     adapters = attach(model.loras, built().values() if model.loras else (), modules_of(loaded))
     techniques = outfit(model, loaded, owners, where, loading.dtype, loading.tally, agree=loading.agree())
-    techniques += shares.share(loaded)[1]
+    techniques += shares.share(loaded, loading.tally)[1]
     pipelines = built()
     any_role = next(iter(pipelines.values()))
     schema = build_replay_schema(model.path, index, any_role, anatomy, read_settings(folder))

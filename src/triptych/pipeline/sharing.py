@@ -15,6 +15,7 @@ from triptych.accel.parallel.team import Team
 from triptych.accel.parallel.tensor import PLANNED
 from triptych.accel.parallel.text import PLANNED as TEXT_PLANNED
 from triptych.accel.parallel.text import shard_text
+from triptych.accel.tally import Tally
 from triptych.accel.wan_vae import supports_class
 from triptych.errors import ConfigError
 from triptych.ids import Role
@@ -84,9 +85,12 @@ class Shares:
         degrees = None if self._denoiser is None else self._denoiser.degrees
         return degrees is not None and degrees.plain.sp != degrees.guided.sp
 
-    def share(self, loaded: Mapping[str, Any]) -> tuple[SharedDenoiser | None, tuple[str, ...]]:
-        """Have the loaded models compute this rank's share; what changes results by it, for the fingerprint."""
-        denoiser = None if self._denoiser is None else self._denoiser.share(loaded)
+    def share(self, loaded: Mapping[str, Any], tally: Tally) -> tuple[SharedDenoiser | None, tuple[str, ...]]:
+        """Have the loaded models compute this rank's share; what changes results by it, for the fingerprint.
+
+        ``tally`` counts forwards that could not be shared.
+        """
+        denoiser = None if self._denoiser is None else self._denoiser.share(loaded, tally)
         techniques = () if denoiser is None else denoiser.techniques
         for other in self._others:
             techniques += other.share(loaded)
@@ -109,9 +113,9 @@ class SharingPlan:
             team.wish, team.size, _traits([components[name] for name in self._models], guided=guided)
         )
 
-    def share(self, loaded: Mapping[str, Any]) -> SharedDenoiser:
+    def share(self, loaded: Mapping[str, Any], tally: Tally) -> SharedDenoiser:
         """Have the loaded models compute this rank's share. All ranks do this at the same time."""
-        return SharedDenoiser(self._team, self.degrees, {name: loaded[name] for name in self._models})
+        return SharedDenoiser(self._team, self.degrees, {name: loaded[name] for name in self._models}, tally)
 
 
 class TextSharing:

@@ -37,6 +37,7 @@ _COUNTS = {
     "prompt_hits": "Prompts whose embeddings were there already.",
     "prompt_misses": "Prompts that the text encoder had to compute.",
     "steps_skipped": "Denoiser forwards that step caching made short.",
+    "unshared_forwards": "Denoiser forwards that each GPU computed whole, for their tokens do not divide.",
     "turnovers": "Stages that began when the one before was over, and were known of by then.",
     "turnover_seconds": "Time in between, until the model itself computed.",
 }

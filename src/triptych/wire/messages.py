@@ -103,6 +103,8 @@ class Counts(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     prompt_misses: int = 0
     steps_skipped: int = 0
     """Denoiser forwards that step caching made short."""
+    unshared_forwards: int = 0
+    """Denoiser forwards that each GPU of the instance computed whole, for their tokens do not divide."""
     turnovers: int = 0
     """Stages that began when the one before was over, and were known of by then."""
     turnover_seconds: float = 0.0

@@ -104,6 +104,8 @@ class InstanceMetrics:
                 lambda: tally.uncompiled,
             )
         )
+        whole = "Forwards that each GPU computed whole."
+        registry.register(_Read("unshared_forwards", whole, lambda: tally.unshared_forwards))
 
     def loaded(self, loaded: Loaded) -> None:
         """The model is there."""

@@ -54,7 +54,7 @@ class Ranks:
             self.alone: Any = load_pipeline(replace(config.model, warmup=()), ROLES, "cpu")
             self.team = self.leader.join()
             self.rank0: Any
-            self.rank0, self._warm_up = load_cold(config.model, roles, "cpu", team=self.team)
+            self.rank0, self._warm_up = load_cold(config.model, roles, "cpu", self.tally, self.team)
             self.leader.await_ready()
         except BaseException:
             self.close()
@@ -75,6 +75,10 @@ class Ranks:
             made.append([tensor for output in result.outputs for tensor in output.tensors])
             made[-1] += [torch.from_numpy(clip.frames) for clip in result.clips if isinstance(clip.frames, np.ndarray)]
         return list(zip(*made, strict=True))
+
+    def warm_up(self) -> None:
+        """Run what a start runs, for each declared shape."""
+        self._warm_up(self.shared)
 
     def close(self) -> None:
         """End the followers."""
@@ -160,7 +164,3 @@ class Pair(Ranks):
         assert result is not None
         post(result, inbox)
         return expected, latents(inbox)
-
-    def warm_up(self) -> None:
-        """Run what a start runs, for the shape of the requests here."""
-        self._warm_up(self.shared)

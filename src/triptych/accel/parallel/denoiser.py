@@ -16,12 +16,15 @@ from triptych.accel.parallel.sequence import TokenSharing, context, put_masks_to
 from triptych.accel.parallel.team import Team
 from triptych.accel.parallel.tensor import shard
 from triptych.accel.qwen_dit import leave_out_masks
+from triptych.accel.tally import Tally
 
 
 class SharedDenoiser:
     """Makes the models of a loaded denoiser compute their rank's share. To be built by all ranks at the same time."""
 
-    def __init__(self, team: Team, degrees: Degrees, models: Mapping[str, nn.Module]) -> None:
+    def __init__(self, team: Team, degrees: Degrees, models: Mapping[str, nn.Module], tally: Tally) -> None:
+        """``tally`` counts forwards that could not be shared."""
+        self._tally = tally
         guided = team.mesh(degrees.guided, degrees.tp)
         self._degrees = degrees
         self._branches = BranchSharing(guided) if degrees.guided.cfg > 1 else None
@@ -60,7 +63,7 @@ class SharedDenoiser:
 
     def _install_layouts(self, model: nn.Module, ring: RingAttention | None) -> None:
         """``ring`` is for forwards without guidance alone."""
-        tokens = TokenSharing(model)
+        tokens = TokenSharing(model, self._tally)
         compute: Callable[..., Any] = model.forward
 
         @functools.wraps(compute)

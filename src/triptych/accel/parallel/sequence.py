@@ -14,7 +14,7 @@ import inspect
 import logging
 from collections.abc import Callable, Generator, Iterator, Mapping
 from contextlib import contextmanager
-from typing import Any, Literal
+from typing import Any, Final, Literal
 
 import torch
 import torch.distributed as dist
@@ -29,11 +29,14 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from triptych.accel.parallel.degrees import Layout
+from triptych.accel.tally import Tally
 
 log = logging.getLogger(__name__)
 
 _INCOMPLETE = ("LTX2VideoTransformer3DModel",)
 """Classes whose plan leaves something out: of LTX-2, the positions between picture and sound."""
+_MOST_UNEVEN: Final = 256
+"""So many kinds of forwards are warned of."""
 _MASKED = ("LTXVideoTransformer3DModel", "LTX2VideoTransformer3DModel")
 """Classes that always attend with masks that hide something, which cannot go around a ring."""
 
@@ -88,7 +91,10 @@ def context(mesh: DeviceMesh, layout: Layout, device: torch.device) -> ParallelC
 class TokenSharing:
     """A model whose tokens are shared as the present configuration says."""
 
-    def __init__(self, model: nn.Module) -> None:
+    def __init__(self, model: nn.Module, tally: Tally | None = None) -> None:
+        """``tally`` counts forwards that could not be shared."""
+        self._tally = tally or Tally()
+        self._uneven: set[tuple[int, ...]] = set()
         self._processors = [
             processor
             for processor in (getattr(module, "processor", None) for module in model.modules())
@@ -133,8 +139,20 @@ class TokenSharing:
         uneven = any(length % ranks for length in lengths)
         config.ulysses_anything = uneven
         if uneven and (self._compiled or config.ring_degree != 1 or min(lengths) < ranks):
-            log.warning("lengths %s do not divide by %d: each rank computes the whole forward", lengths, ranks)
-            self._set(None)
+            self._give_up(tuple(dict.fromkeys(lengths)), ranks)
+
+    def _give_up(self, lengths: tuple[int, ...], ranks: int) -> None:
+        """Compute this forward whole; logged once for each kind, by the first rank."""
+        self._set(None)
+        self._tally.unshared_forwards += 1
+        if dist.get_rank() == 0 and lengths not in self._uneven and len(self._uneven) < _MOST_UNEVEN:
+            self._uneven.add(lengths)
+            log.warning(
+                "tokens of lengths %s do not divide by %d: each rank computes such forwards whole, which is as slow as "
+                "one GPU; they count in triptych_unshared_forwards_total",
+                ", ".join(map(str, lengths)),
+                ranks,
+            )
 
     def _set(self, config: ParallelConfig | None) -> None:
         if config is self._now:
