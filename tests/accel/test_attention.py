@@ -70,6 +70,51 @@ def test_kernels_that_do_not_run_are_not_chosen(monkeypatch: pytest.MonkeyPatch)
     assert attention.choose(GPU, heads=2, head_dim=64, tokens=8).backend == "native"
 
 
+@pytest.fixture
+def scarce(monkeypatch: pytest.MonkeyPatch) -> dict[str, int]:
+    """Backend to the longest sequence that there is memory for; where there is, FlashAttention-3 is the fastest."""
+    room = {"flash3": 1 << 20, "cudnn": 1 << 20, "native": 1 << 20}
+    seconds = {"flash3": 0.0088, "cudnn": 0.012, "native": 0.0105}
+
+    def measure(name: str, _device: object, _heads: int, _width: int, tokens: int) -> float:
+        if tokens > room[name]:
+            raise torch.OutOfMemoryError("CUDA out of memory")
+        return seconds[name] * tokens / 32768
+
+    monkeypatch.setattr(attention, "present", lambda _: tuple(room))
+    monkeypatch.setattr(attention, "_measure", measure)
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda _: "a GPU")
+    return room
+
+
+def chosen(kept: Path) -> attention.Choice:
+    return attention.choose(GPU, heads=12, head_dim=128, tokens=32768, kept=kept)
+
+
+def test_a_full_gpu_decides_nothing_for_later_starts(
+    scarce: dict[str, int], tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    kept = tmp_path / attention.KEPT
+    scarce["flash3"] = 8192
+    assert (chosen(kept).backend, chosen(kept).reason) == ("flash3", "fastest of 3 at 8192 tokens")
+    assert not kept.exists()
+    assert "no memory to measure attention of 32768 tokens with flash3" in caplog.text
+    scarce["flash3"] = 1 << 20
+    assert chosen(kept).reason == "fastest of 3 at 32768 tokens"
+    assert kept.exists()
+
+
+def test_a_model_starts_on_a_gpu_without_any_memory_left(
+    scarce: dict[str, int], tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    kept = tmp_path / attention.KEPT
+    for name in scarce:
+        scarce[name] = 0
+    assert (chosen(kept).backend, chosen(kept).seconds) == ("native", {})
+    assert not kept.exists()
+    assert caplog.records[0].levelname == "WARNING"
+
+
 def test_what_a_backend_compiles_counts_whatever_the_profile(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", "before")  # put back afterwards
     monkeypatch.setenv("TRITON_CACHE_DIR", "before")

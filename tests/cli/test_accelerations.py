@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.metadata
 import shutil
+from pathlib import Path
 
 import pytest
 import torch
@@ -12,6 +13,13 @@ from torch.cuda import nccl
 from triptych.accel import attention
 from triptych.cli.accelerations import accelerations
 from triptych.cli.finding import Finding
+
+
+@pytest.fixture(autouse=True)
+def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """Where starts keep what they measure."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    return tmp_path / "triptych" / attention.KEPT
 
 
 def on(
@@ -34,6 +42,7 @@ def on(
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: gpus)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: capability)
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda _: "a GPU")
     monkeypatch.setattr(torch.distributed, "is_nccl_available", lambda: True)
     monkeypatch.setattr(nccl, "version", lambda: (2, 28, 9))
     monkeypatch.setattr(attention, "present", lambda _: backends)
@@ -48,6 +57,21 @@ def test_what_is_there_is_named_with_the_option_that_uses_it(monkeypatch: pytest
     assert found["attention"].found.startswith("flash3, cudnn, native; auto takes")
     assert "triton 3.5" in found["compiling"].found
     assert "torchao 0.15, for --quant" in found["fp8"].found
+
+
+def test_what_was_measured_at_an_earlier_start_is_shown(monkeypatch: pytest.MonkeyPatch, cache: Path) -> None:
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda _: "another GPU")
+    monkeypatch.setattr(attention, "present", lambda _: ("cudnn", "native"))
+    monkeypatch.setattr(attention, "_measure", lambda *_: 9.0)
+    attention.choose(torch.device("cuda"), heads=12, head_dim=128, tokens=32768, kept=cache)
+    assert "measured" not in on(monkeypatch)
+    monkeypatch.setattr(
+        attention, "_measure", lambda name, *_: {"flash3": 0.0088, "cudnn": 0.012, "native": 0.0105}[name]
+    )
+    attention.choose(torch.device("cuda"), heads=12, head_dim=128, tokens=32768, kept=cache)
+    found = on(monkeypatch)["measured"].found
+    assert found.startswith("attention of 12 x 128, 32768 tokens: flash3 8.80 ms, native 10.50 ms, cudnn 12.00 ms")
+    assert str(cache) in found
 
 
 def test_what_lacks_is_named_with_how_to_get_it(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -22,7 +22,8 @@ import torch
 from torch import Tensor, nn
 
 from triptych.accel import flash3, sage
-from triptych.accel.measurements import read_measurements, write_measurements
+from triptych.accel.measurements import measured, read_measurements, write_measurements
+from triptych.accel.shortage import free_memory, is_out_of_memory
 from triptych.errors import ConfigError
 
 log = logging.getLogger(__name__)
@@ -32,6 +33,11 @@ EXACT = ("flash3", "cudnn", "flash2", "native")
 LOSSY = ("flash3-fp8", "sage")
 COMPILING = frozenset({"flash3-fp8"})
 """Backends that compile a part of theirs, whatever the profile."""
+
+KEPT = "attention.json"
+"""The file of a cache folder that measurements are kept in."""
+_SHORTER = (4, 16)
+"""By what the sequence is made shorter where there is no memory to measure it."""
 
 _WARM_CALLS = 3
 _TIMED_CALLS = 5
@@ -121,8 +127,9 @@ def choose(
 ) -> Choice:
     """The fastest exact backend for self-attention of that shape in bfloat16, or the requested one if it is present.
 
-    What is measured is written to the file ``kept`` and not measured again on an equal machine. Raises `ConfigError`
-    for a backend that this machine does not have, naming those it has.
+    What is measured is written to the file ``kept`` and not measured again on an equal machine. For want of memory a
+    shorter sequence is tried, and what is found then is not written. Raises `ConfigError` for a backend that this
+    machine does not have, naming those it has.
     """
     have = present(device)
     if requested != "auto":
@@ -132,14 +139,41 @@ def choose(
     candidates = [name for name in have if name in EXACT]
     if len(candidates) == 1:
         return Choice(backend=candidates[0], reason="the only one present", seconds={})
-    machine = f"{torch.cuda.get_device_name(device)}, torch {torch.__version__}, cuDNN {torch.backends.cudnn.version()}"
-    key = f"{machine}, {heads} x {head_dim}, {tokens} tokens: {' '.join(candidates)}"
+    key = f"{_machine(device)}, {heads} x {head_dim}, {tokens} tokens: {' '.join(candidates)}"
     known = read_measurements(kept, key) if kept is not None else None
-    seconds = known or _measure_all(candidates, device, heads, head_dim, tokens)
-    if kept is not None and known is None:
-        write_measurements(kept, key, seconds)
+    if known is not None:
+        return _fastest(known, tokens)
+    for length in (tokens, *(tokens // short for short in _SHORTER)):
+        seconds, starved = _measure_all(candidates, device, heads, head_dim, length)
+        if not starved:
+            if kept is not None and length == tokens and seconds:
+                write_measurements(kept, key, seconds)
+            return _fastest(seconds, length)
+        log.warning("there was no memory to measure attention of %d tokens with %s", length, ", ".join(starved))
+    return Choice(backend="native", reason="there was no memory to measure", seconds={})
+
+
+def kept_measurements(device: torch.device, kept: Path) -> dict[str, dict[str, float]]:
+    """What the file ``kept`` holds of this machine: the shape in words to the seconds of each backend."""
+    machine = f"{_machine(device)}, "
+    found: dict[str, dict[str, float]] = {}
+    for key in measured(kept):
+        seconds = read_measurements(kept, key)
+        if key.startswith(machine) and seconds is not None:
+            found[key.removeprefix(machine).partition(":")[0]] = seconds
+    return found
+
+
+def _fastest(seconds: dict[str, float], tokens: int) -> Choice:
+    if not seconds:
+        return Choice(backend="native", reason="no other takes this shape", seconds={})
     best = min(seconds, key=seconds.__getitem__)
     return Choice(backend=best, reason=f"fastest of {len(seconds)} at {tokens} tokens", seconds=seconds)
+
+
+def _machine(device: torch.device) -> str:
+    """Everything that a measurement depends on besides its shape."""
+    return f"{torch.cuda.get_device_name(device)}, torch {torch.__version__}, cuDNN {torch.backends.cudnn.version()}"
 
 
 def use_backend(model: nn.Module, backend: str) -> int:
@@ -208,15 +242,21 @@ def _entry_function(operator: Callable[..., Tensor], native: Callable[..., Tenso
 
 def _measure_all(
     backends: Sequence[str], device: torch.device, heads: int, head_dim: int, tokens: int
-) -> dict[str, float]:
-    """Seconds of each backend that takes this shape; a kernel that does not says so when it is called."""
+) -> tuple[dict[str, float], list[str]]:
+    """Seconds of each backend that takes this shape, and those for which there was no memory, of which nothing is
+    known. A kernel that does not take the shape says so when it is called."""
     seconds: dict[str, float] = {}
+    starved: list[str] = []
     for name in backends:
         try:
             seconds[name] = _measure(name, device, heads, head_dim, tokens)
-        except (RuntimeError, TypeError, ImportError, OSError) as error:
-            log.info("attention backend %s does not take %d heads of %d: %s", name, heads, head_dim, error)
-    return seconds
+        except (RuntimeError, TypeError, ImportError, OSError, MemoryError) as error:
+            if is_out_of_memory(error):
+                free_memory(error)
+                starved.append(name)
+            else:
+                log.info("attention backend %s does not take %d heads of %d: %s", name, heads, head_dim, error)
+    return seconds, starved
 
 
 def _measure(backend: str, device: torch.device, heads: int, head_dim: int, tokens: int) -> float:

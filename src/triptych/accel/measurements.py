@@ -27,6 +27,11 @@ def read_measurements(file: Path, key: str) -> dict[str, float] | None:
     return values if len(values) == len(entry) else None
 
 
+def measured(file: Path) -> list[str]:
+    """Keys of all that was measured, the oldest first."""
+    return list(_entries(file))
+
+
 def write_measurements(file: Path, key: str, seconds: Mapping[str, float]) -> None:
     """Keep ``seconds`` under ``key``; processes that start at once may overwrite each other's."""
     entries = {**_entries(file), key: dict(seconds)}

@@ -202,7 +202,7 @@ def _attention(
         return [Technique(name=f"{name}: attention", on=False, why=why)]
     if profile == "fast" and backend == "auto" and "flash3-fp8" in attention.present(device):
         backend = "flash3-fp8"
-    kept = None if cache_dir is None else cache_dir / "attention.json"
+    kept = None if cache_dir is None else cache_dir / attention.KEPT
     heads = min(heads or _BENCH_HEADS, _BENCH_HEADS)
     choice = attention.choose(
         device, heads=heads, head_dim=width or 128, tokens=_BENCH_TOKENS, requested=backend, kept=kept

@@ -5,11 +5,13 @@ from __future__ import annotations
 import os
 import shutil
 from collections.abc import Iterator
+from pathlib import Path
 
 import torch
 from torch.cuda import nccl
 
 from triptych.accel import attention
+from triptych.accel.compiling import default_folder
 from triptych.cli.finding import Finding, installed
 
 _HOPPER = (9, 0)
@@ -26,6 +28,7 @@ def accelerations() -> Iterator[Finding]:
     device = torch.device("cuda", 0)
     capability = torch.cuda.get_device_capability(device)
     yield _attention(attention.present(device), capability)
+    yield from _measured(device, default_folder() / attention.KEPT)
     yield _compiling()
     yield _fp8(capability)
     if torch.cuda.device_count() > 1:
@@ -40,6 +43,13 @@ def _attention(present: tuple[str, ...], capability: tuple[int, int]) -> Finding
             mend='pip install "triptych[hopper]" for FlashAttention-3, the fastest one of this GPU',
         )  # fmt: skip
     return Finding(verdict="ok", what="attention", found=found)
+
+
+def _measured(device: torch.device, file: Path) -> Iterator[Finding]:
+    """What earlier starts measured and later ones go by, those with another --cache-dir excepted."""
+    for shape, seconds in attention.kept_measurements(device, file).items():
+        times = ", ".join(f"{name} {took * 1e3:.2f} ms" for name, took in sorted(seconds.items(), key=lambda s: s[1]))
+        yield Finding(verdict="ok", what="measured", found=f"attention of {shape}: {times} (kept in {file})")
 
 
 def _compiling() -> Finding:

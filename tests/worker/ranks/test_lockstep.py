@@ -17,6 +17,7 @@ from triptych.accel.parallel.team import Team
 from triptych.errors import StageError
 from triptych.ids import Role
 from triptych.parallelism import Parallelism
+from triptych.pipeline.stage import Resumable
 from triptych.worker.ranks import leader as leader_module
 from triptych.worker.ranks.leader import RanksApart
 from triptych.worker.ranks.orders import Advance, Answer, Compiled
@@ -109,6 +110,7 @@ def test_tensors_that_find_no_room_fail_their_request_and_no_rank_hears_of_it(
     begun.advance()
     frozen = begun.checkpoint()
     run = pair.shared.start(Role.DENOISER, whole, inbox[Role.DENOISER], [])
+    assert isinstance(run, Resumable)
     with monkeypatch.context() as full:
         full.setattr(pair.leader, "_team", replace(pair.team, device=torch.device("cuda:99")))
         with pytest.raises(Exception, match="CUDA"):
