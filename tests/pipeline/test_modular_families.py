@@ -155,10 +155,11 @@ def test_flux2_with_the_processor_of_published_models(tmp_path: Path) -> None:
     Both(Trio(tmp_path / "model", tmp_path / "roles"), whole).check("flux2", REQUESTS["flux2"] | {"seed": 7})
 
 
-def test_a_decoder_that_fits_one_output_is_asked_for_one(both: Callable[[str], Both]) -> None:
-    """Diffusers gives LTX's VAE one timestep a prompt, also where a prompt has two outputs."""
+@pytest.mark.parametrize("family", ["ltx", "helios", "hunyuan_video15"])
+def test_a_pipeline_that_fits_one_output_is_asked_for_one(both: Callable[[str], Both], family: str) -> None:
+    """Diffusers gives LTX's VAE one timestep a prompt, also where a prompt has two outputs; Helios has one history."""
     with pytest.raises(BadRequest, match="n=2"):
-        both("ltx").trio.generate(REQUESTS["ltx"] | {"n": 2})
+        both(family).trio.generate(REQUESTS[family] | {"n": 2})
 
 
 @pytest.mark.parametrize("family", WITH_PICTURE)

@@ -117,7 +117,8 @@ _WAN_I2V = replace(
     ),
 )
 _WAN22 = replace(_WAN, preset=replace(_WAN.preset, num_inference_steps=40, guidance_scale=4.0))
-_HELIOS = Family(preset=Preset(fps=24, guidance_scale=5.0, max_frames=1452), exact_timestep=True)
+# Its blocks, and those of HunyuanVideo-1.5, prepare a part of what the loop needs for one output alone.
+_HELIOS = Family(preset=Preset(fps=24, guidance_scale=5.0, max_frames=1452, max_n=1), exact_timestep=True)
 # The audio autoencoder decodes with the decoder role; the denoiser asks how long and how wide its latents are.
 _LTX2 = Family(
     preset=Preset(height=512, width=768, num_frames=121), latent_patch=1, facts_only=frozenset({"audio_vae", "vae"})
@@ -246,7 +247,7 @@ FAMILIES: dict[str, Family] = {
         _HELIOS, preset=replace(_HELIOS.preset, guidance_scale=1.0, num_inference_steps=6)
     ),
     "HunyuanVideo15ModularPipeline": Family(
-        preset=Preset(height=480, width=832, num_frames=121, fps=24, guidance_scale=6.0),
+        preset=Preset(height=480, width=832, num_frames=121, fps=24, guidance_scale=6.0, max_n=1),
         latent_patch=1,
         encoder_needs_guider=True,
     ),
