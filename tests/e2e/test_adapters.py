@@ -1,4 +1,4 @@
-"""LoRA adapters in real processes: named at launch, chosen by each request, and never another request's."""
+"""LoRA adapters in real processes: named when denoisers are launched, chosen by each request, never another's."""
 
 from __future__ import annotations
 
@@ -41,8 +41,8 @@ def deployment(loras: tuple[Lora, ...], tmp_path_factory: pytest.TempPathFactory
     with Deployment(tmp_path_factory.mktemp("deployment")) as deployment:
         deployment.start_server()
         for role in ROLES:
-            at_once = ("--max-running-requests", "2") if role is Role.DENOISER else ()
-            deployment.start(f"{role}-0", *words, *at_once)
+            own = (*words, "--max-running-requests", "2") if role is Role.DENOISER else ()
+            deployment.start(f"{role}-0", *own)
         deployment.wait_ready()
         yield deployment
 

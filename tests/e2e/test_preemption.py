@@ -36,7 +36,8 @@ def saving(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Deployment]:
 
 
 def start(deployment: Deployment, name: str) -> None:
-    deployment.start(name, "--checkpoint-interval", str(INTERVAL), "--drain-timeout", "2", "--previews")
+    previews = ("--previews",) if name.startswith("denoiser") else ()
+    deployment.start(name, "--checkpoint-interval", str(INTERVAL), "--drain-timeout", "2", *previews)
 
 
 @pytest.fixture(scope="module")

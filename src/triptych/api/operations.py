@@ -16,7 +16,7 @@ from triptych.api.routes import STRICT, errors
 from triptych.api.shapes import ErrorObject, Health, ModelList, NotReadyBody, Ready, ServedModel
 from triptych.errors import NotReady
 from triptych.server.service import DiffusionService
-from triptych.wire.schema import RequestSchema
+from triptych.wire.schema import Param, RequestSchema
 
 
 class Operations:
@@ -118,5 +118,11 @@ class Operations:
             pipeline=schema.pipeline,
             task=schema.task,
             output=schema.output,
-            parameters=[msgspec.to_builtins(param) for param in schema.params],
+            parameters=[_shown(param) for param in schema.params],
         )
+
+
+def _shown(param: Param) -> dict[str, Any]:
+    """A parameter as clients see it, whom it does not concern how instances were launched."""
+    fields: dict[str, Any] = msgspec.to_builtins(param)
+    return {name: value for name, value in fields.items() if name != "option"}

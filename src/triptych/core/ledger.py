@@ -12,7 +12,7 @@ then line up for the earliest stage that has to be done.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 
 from triptych.config import RouterConfig
 from triptych.core.deadlines import Deadlines
@@ -31,6 +31,7 @@ from triptych.core.events import (
 from triptych.core.health import Records
 from triptych.core.job import Copy, Grant, Job
 from triptych.core.members import Member
+from triptych.core.options import told
 from triptych.core.queues import StageQueue
 from triptych.core.states import WAITING
 from triptych.core.verdict import verdict
@@ -265,13 +266,18 @@ class Ledger:
                 server_epoch=self.server_epoch,
                 epoch=member.epoch,
                 lease=lease,
-                params=job.params,
+                params=told(job.params, job.role, member.hello.schema, self._schemas()),
                 inputs=job.inputs(job.role),
                 budget_seconds=max(0.0, job.run_timeout - job.ran),
                 resume=resume.manifest if resume else None,
             ),
             with_blobs=job.request if job.role is Role.ENCODER else None,
         )
+
+    def _schemas(self) -> Iterator[RequestSchema | None]:
+        """All that is known of request parameters."""
+        yield self.schema
+        yield from (member.hello.schema for member in self.members.values())
 
     def granted(self, job: Job, member: Member, lease: Lease) -> None:
         """Let the journal know who holds the lease."""

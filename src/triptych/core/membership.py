@@ -8,6 +8,7 @@ from triptych.config import parse_tcp_url
 from triptych.core.events import Connect, SendMember
 from triptych.core.ledger import Ledger
 from triptych.core.members import Member
+from triptych.core.options import joined, objection
 from triptych.core.returns import Returns
 from triptych.errors import ConfigError
 from triptych.ids import Epoch, InstanceId, Role
@@ -31,6 +32,11 @@ _MISSES = 2
 
 _REASON = 300
 """Characters of the longest refusal: it repeats what the peer said."""
+
+
+def _bare(schema: RequestSchema) -> RequestSchema:
+    """What any instance of the model takes, whatever applies where nothing is said, and whatever it was launched with."""
+    return schema.with_options(()).without_defaults()
 
 
 class _Lives:
@@ -105,28 +111,30 @@ class Membership:
         if (model := ledger.config.model) is not None and not message.schema.is_called(model):
             return f"model={message.schema.model!r}: this server is for {model!r}"
         schema, mine = self._schema_of_others(message)
-        if schema is None or schema.agrees(mine) or not (ledger.members or ledger.jobs):
-            return ""
-        if not schema.is_called(message.schema.model):
-            return f"model={message.schema.model!r}: the others serve {schema.model!r}"
-        return f"model={message.schema.model!r}: the others serve {schema.model!r} with other request parameters"
+        if schema is not None and not schema.agrees(mine) and (ledger.members or ledger.jobs):
+            others = f"model={message.schema.model!r}: the others serve {schema.model!r}"
+            if not schema.is_called(message.schema.model):
+                return others
+            return f"{others} with other request parameters: {', '.join(schema.differing(mine))}"
+        return objection(message, ledger.members.values())
 
     def _schema_of_others(self, message: Hello) -> tuple[RequestSchema | None, RequestSchema]:
         """What an instance's schema must equal, and what of its own. Only encoders must agree on defaults: theirs
         apply, and other roles are often started without them."""
         ledger = self._ledger
         if Role.ENCODER in message.roles and ledger.serving[Role.ENCODER]:
-            return ledger.schema, message.schema
+            return None if ledger.schema is None else ledger.schema.with_options(()), message.schema.with_options(())
         known = ledger.schema or next((member.hello.schema for member in ledger.members.values()), None)
-        return (None if known is None else known.without_defaults()), message.schema.without_defaults()
+        return (None if known is None else _bare(known)), _bare(message.schema)
 
     def _join(self, message: Hello) -> Member:
         ledger = self._ledger
         known = ledger.schema
         if Role.ENCODER in message.roles:
-            if known is None or not known.agrees(message.schema):  # clients go on with the name that they know
-                ledger.schema = message.schema
-        elif known is not None and not known.without_defaults().agrees(message.schema.without_defaults()):
+            own = message.schema.with_options(())
+            if known is None or not known.with_options(()).agrees(own):  # clients go on with the name that they know
+                ledger.schema = own
+        elif known is not None and not _bare(known).agrees(_bare(message.schema)):
             ledger.schema = None  # all who served that model are gone
         prints = {m.hello.fingerprint for role in message.roles for m in ledger.serving[role].values()}
         if prints - {message.fingerprint}:
@@ -140,6 +148,8 @@ class Membership:
             seen=ledger.now,
         )
         ledger.join(member)
+        if ledger.schema is not None:
+            ledger.schema = joined(ledger.schema, ledger.members.values())
         ledger.out.append(Connect(instance=member.id, work_url=message.work_url))
         for job in ledger.jobs.values():
             if job.faults:

@@ -289,7 +289,8 @@ class ServerArgs:
         if self.device == "cpu" and any(kind != "none" for kind in self.offload.values()):
             raise ConfigError("--offload: needs --device cuda; on the CPU all weights are in host memory")
         if self.num_gpus > 1:
-            for flag, said in (("--offload", self.offload), ("--previews", self.previews)):
+            previews = self.previews and Role.DENOISER in self.roles
+            for flag, said in (("--offload", self.offload), ("--previews", previews)):
                 if said:
                     raise ConfigError(f"{flag}: needs --num-gpus 1, not {self.num_gpus}")
         for name in ("vae_tiling", "vae_slicing"):
@@ -297,12 +298,14 @@ class ServerArgs:
                 raise ConfigError(f"{BY_NAME[name].flag}: a denoiser has no VAE")
 
     def for_roles(self, roles: tuple[Role, ...]) -> dict[str, Any]:
-        """What was said role by role, or about VAEs, as far as it concerns an instance of ``roles``."""
+        """What was said role by role, or of what one role does, as far as it concerns an instance of ``roles``."""
         own: dict[str, Any] = {
             name: {role: kind for role, kind in getattr(self, name).items() if role in roles}
             for name in ("quant", "offload")
             if name in self.given
         }
+        if Role.DENOISER not in roles and "previews" in self.given:
+            own["previews"] = False
         if roles == (Role.DENOISER,):
             own |= {name: False for name in ("vae_tiling", "vae_slicing") if name in self.given}
         return own

@@ -342,10 +342,17 @@ OPTIONS: tuple[Option, ...] = (
         COMPUTE,
         "NAME=PATH[,SECOND][:SCALE]",
         "LoRA adapter (a safetensors file, and one for the second transformer of models that have two) that requests "
-        "may name; may be repeated",
+        "may name; may be repeated; for denoisers, and for encoders where it changes a text encoder",
         repeat=True,
     ),
-    _option("previews", read_switch, False, COMPUTE, "", "let requests ask for small pictures while they are denoised"),
+    _option(
+        "previews",
+        read_switch,
+        False,
+        COMPUTE,
+        "",
+        "of denoisers: let requests ask for small pictures while they are denoised",
+    ),
     _option("max_running_requests", read_integer, 1, COMPUTE, "N", "requests whose denoising steps interleave"),
     _option(
         "checkpoint_interval",

@@ -10,11 +10,12 @@ anything, and again at each step, because another request may have had a turn in
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import json
 import tempfile
 import warnings
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Generator, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -24,8 +25,9 @@ import torch
 
 from triptych.config import Lora
 from triptych.errors import ConfigError, ModelError
+from triptych.ids import ROLES, Role
 from triptych.wire.adapters import read_adapters
-from triptych.wire.schema import Param, RequestSchema
+from triptych.wire.schema import LaunchOption, Param, RequestSchema
 
 PARAM = "lora"
 """The request parameter that names adapters."""
@@ -89,25 +91,50 @@ def inner_name(name: str) -> str:
     return f"lora-{name}"
 
 
-def with_adapters(schema: RequestSchema, loras: Sequence[Lora]) -> RequestSchema:
-    """``schema`` with the parameter that chooses among ``loras``; as it was where there are none."""
+def with_adapters(schema: RequestSchema, loras: Sequence[Lora], kind: type[Any]) -> RequestSchema:
+    """``schema`` with the parameter that chooses among ``loras``; as it was where there are none.
+
+    Raises `ConfigError` where Diffusers' pipeline class ``kind`` takes none, and `ModelError` for an unreadable file.
+    """
     if not loras:
         return schema
     names = tuple(lora.name for lora in loras)
     text = "LoRA adapters: NAME or NAME:SCALE, several with commas between."
-    param = Param(name=PARAM, type="adapters", nullable=True, choices=names, description=text)
+    option = LaunchOption(flag="--lora", roles=_changed(loras, kind))
+    param = Param(name=PARAM, type="adapters", nullable=True, choices=names, description=text, option=option)
     return msgspec.structs.replace(schema, params=(*schema.params, param))
+
+
+def _changed(loras: Sequence[Lora], kind: type[Any]) -> tuple[Role, ...]:
+    """The roles whose models the adapters change: every role can tell from the names in the files."""
+    found: set[Role] = set()
+    for lora in loras:
+        if not hasattr(kind, "load_lora_weights"):
+            raise ConfigError(f"lora {lora.name}: Diffusers loads no LoRA into {kind.__name__}")
+        with _named(lora):
+            for path in lora.files:
+                for key in _keys(path):
+                    found.add(Role.ENCODER if key.startswith(_TEXT_ENCODER) else Role.DENOISER)
+    if not any(name.startswith("text_encoder") for name in _loadable(kind)):
+        found.discard(Role.ENCODER)  # what is for text encoders is passed over
+    return tuple(role for role in ROLES if role in found)
+
+
+def _loadable(pipeline: Any) -> Sequence[str]:
+    """The components of a pipeline, or class of pipelines, that Diffusers loads adapters into."""
+    return getattr(pipeline, "_lora_loadable_modules", ())
 
 
 def attach(loras: Sequence[Lora], pipelines: Iterable[Any], models: Mapping[str, torch.nn.Module]) -> Adapters:
     """Load ``loras`` into those of ``models`` (by component name) that a role's pipeline has, for use by request.
 
-    Raises `ConfigError` for a pipeline that takes none, `ModelError` for a file that does not fit.
+    Raises `ModelError` for a file that does not fit.
     """
     wanted = {name: model for name, model in models.items() if name.startswith(("transformer", "unet", "text_encoder"))}
     for lora in loras:
         for pipeline in pipelines:
-            own = {name for name, model in wanted.items() if getattr(pipeline, name, None) is model}
+            takes = _loadable(pipeline)
+            own = {name for name, model in wanted.items() if name in takes and getattr(pipeline, name, None) is model}
             if own:
                 _load(lora, pipeline, own)
     adapters = Adapters(loras, [model for model in wanted.values() if hasattr(model, "peft_config")])
@@ -116,13 +143,18 @@ def attach(loras: Sequence[Lora], pipelines: Iterable[Any], models: Mapping[str,
 
 
 def _load(lora: Lora, pipeline: Any, own: set[str]) -> None:
-    if not hasattr(pipeline, "load_lora_weights"):
-        raise ConfigError(f"lora {lora.name}: Diffusers loads no LoRA into {type(pipeline).__name__}")
+    with _named(lora):
+        for share in _shares(lora, own):
+            _load_share(lora, pipeline, share, {SECOND} if share.second else own - {SECOND})
+
+
+@contextlib.contextmanager
+def _named(lora: Lora) -> Generator[None]:
+    """Say which adapter cannot be read or does not fit."""
     from safetensors import SafetensorError
 
     try:
-        for share in _shares(lora, own):
-            _load_share(lora, pipeline, share, {SECOND} if share.second else own - {SECOND})
+        yield
     except (OSError, *_REFUSALS, SafetensorError) as error:
         raise ModelError(f"lora {lora.name}: {' and '.join(lora.files)} cannot be loaded: {error}") from error
 
@@ -202,6 +234,14 @@ def _as_first(
         if not own:
             del said[_HEADER]
     return renamed, said
+
+
+def _keys(path: str) -> list[str]:
+    """The names in a file."""
+    from safetensors import safe_open
+
+    with safe_open(Path(path).expanduser(), "pt") as file:
+        return list(file.keys())
 
 
 def _read(path: str, own: set[str]) -> tuple[dict[str, torch.Tensor], dict[str, str]]:

@@ -143,7 +143,7 @@ class _Plan:
         schema = build_schema(
             model.path, self._index, self._whole, self._parts, self._family, read_settings(self._folder)
         )
-        schema = with_adapters(with_previews(schema) if model.previews else schema, model.loras)
+        schema = with_adapters(with_previews(schema) if model.previews else schema, model.loras, type(self._whole))
         return with_defaults(schema, model.defaults)
 
     def _projection(self, loaded: Mapping[str, Any]) -> Any:

@@ -20,8 +20,9 @@ from torch import Tensor
 from torch.nn import functional
 
 from triptych.errors import ConfigError
+from triptych.ids import Role
 from triptych.wire.messages import MAX_PREVIEW_BYTES
-from triptych.wire.schema import Param, RequestSchema
+from triptych.wire.schema import LaunchOption, Param, RequestSchema
 
 PREVIEW = "preview"
 """The request parameter that asks for them."""
@@ -150,5 +151,6 @@ def _scaled(latents: Tensor, vae: Any) -> Tensor:
 def with_previews(schema: RequestSchema) -> RequestSchema:
     """``schema`` with the parameter that asks for previews."""
     text = "Send small pictures of the result so far with its events."
-    param = Param(name=PREVIEW, type="boolean", default=False, description=text)
+    option = LaunchOption(flag="--previews", roles=(Role.DENOISER,))
+    param = Param(name=PREVIEW, type="boolean", default=False, description=text, option=option)
     return msgspec.structs.replace(schema, params=(*schema.params, param))

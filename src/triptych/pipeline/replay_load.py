@@ -75,7 +75,7 @@ def load_replay(loading: Loading, index: dict[str, Any]) -> ReplayRolePipeline:
         model=ReplayModel(
             anatomy=anatomy,
             classes=OutputClasses(classes.values()),
-            schema=with_defaults(with_adapters(schema, model.loras), model.defaults),
+            schema=with_defaults(with_adapters(schema, model.loras, kind), model.defaults),
             fingerprint=fingerprint(loading.device, loading.dtype, folder, model.components, changes),
             device=where,
             sharing=shares.words,

@@ -2,14 +2,25 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from pathlib import PurePath
 from typing import Any, Literal
 
 import msgspec
 
+from triptych.ids import Role
+
 ParamType = Literal["string", "integer", "number", "boolean", "image", "images", "video", "adapters"]
 """``adapters`` is a text as `triptych.wire.adapters` reads it; its choices are the names."""
+
+
+class LaunchOption(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """What instances are launched with to have a parameter."""
+
+    flag: str
+    """As it is said: ``--lora``."""
+    roles: tuple[Role, ...]
+    """Those that take part, of which all instances need it. Others may be without."""
 
 
 class Param(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -35,6 +46,8 @@ class Param(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
     off: float | None = None
     """Of a scale of classifier-free guidance: the value at which there is none."""
     description: str = ""
+    option: LaunchOption | None = None
+    """Of a parameter that is not the model's own."""
 
 
 class HandoffSize(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -84,6 +97,24 @@ class RequestSchema(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
     def param(self, name: str) -> Param | None:
         """The parameter of that name, or None."""
         return next((p for p in self.params if p.name == name), None)
+
+    @property
+    def options(self) -> tuple[Param, ...]:
+        """The parameters that come of how an instance was launched."""
+        return tuple(param for param in self.params if param.option is not None)
+
+    def with_options(self, options: Iterable[Param]) -> RequestSchema:
+        """The model's own parameters, and these."""
+        return msgspec.structs.replace(self, params=(*(p for p in self.params if p.option is None), *options))
+
+    def differing(self, other: RequestSchema) -> tuple[str, ...]:
+        """The names of fields and parameters that differ from those of ``other``."""
+        fields = (name for name in self.__struct_fields__ if name not in ("model", "params"))
+        names = dict.fromkeys(param.name for param in (*self.params, *other.params))
+        return (
+            *(name for name in fields if getattr(self, name) != getattr(other, name)),
+            *(name for name in names if self.param(name) != other.param(name)),
+        )
 
     def without_defaults(self) -> RequestSchema:
         """What can be said at all, whatever applies where nothing is said."""
