@@ -220,6 +220,20 @@ def test_unequal_fingerprints_are_counted() -> None:
     assert bench.counted("fingerprint_differs") == 1
 
 
+def test_a_commit_beside_another_is_counted_and_named() -> None:
+    bench = Bench()
+    bench.join("encoder", schema=replace(SCHEMA, commit="a" * 40))
+    bench.join("decoder")
+    bench.join("denoiser-0", schema=replace(SCHEMA, commit="a" * 40))
+    assert bench.counted("revision_differs") == 0
+    bench.join("denoiser-1", schema=replace(SCHEMA, commit="b" * 40))
+    assert bench.sent("denoiser-1", Welcome), "most commits change no weights"
+    (count,) = [count for count in bench.all(Count) if count.name == "revision_differs"]
+    assert count.detail == (
+        f"model at commit {'b' * 40} beside {'a' * 40} of denoiser-0: launch all with the same --revision"
+    )
+
+
 # -- heartbeats ---------------------------------------------------------------------------------------------------
 
 

@@ -191,6 +191,37 @@ def test_weights_that_are_replaced_are_not_fetched(
     assert "transformer/config.json" in fetched
 
 
+@pytest.mark.parametrize("family", ["wan_t2v", "cogvideox_t2v"])
+def test_all_of_a_model_is_of_the_commit_that_its_branch_was_at_first(
+    checkpoint: Checkpoint,
+    classic_checkpoint: Checkpoint,
+    family: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    """Symptom: configs of one commit and weights of the next, where the branch moved while an instance loaded."""
+    model = (checkpoint if family == "wan_t2v" else classic_checkpoint)(family)
+    commits = ["a" * 40, "b" * 40]
+    for commit in commits:
+        (tmp_path / "snapshots").mkdir(exist_ok=True)
+        (tmp_path / "snapshots" / commit).symlink_to(model)
+    asked: list[str | None] = []
+
+    def download(repo: str, *, revision: str | None, **patterns: Any) -> str:
+        asked.append(revision)
+        commit = commits[min(len(asked), 2) - 1] if revision == "main" else revision
+        return str(tmp_path / "snapshots" / str(commit))
+
+    monkeypatch.setattr("huggingface_hub.snapshot_download", download)
+    caplog.set_level("INFO", "triptych.pipeline.load")
+    config = ModelConfig(path="owner/model", revision="main", device="cpu")
+    loaded = load_pipeline(config, (Role.DECODER,), "cpu")
+    assert asked == ["main", "a" * 40]
+    assert loaded.schema.commit == "a" * 40
+    assert f"model=owner/model commit={'a' * 40} revision=main" in caplog.text
+
+
 def test_an_override_changes_what_is_computed(checkpoint: Checkpoint, tmp_path: Path) -> None:
     trio = Trio(checkpoint("wan_t2v"), tmp_path / "trio")
     inbox = trio.encoded(REQUEST)

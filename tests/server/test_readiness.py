@@ -20,6 +20,7 @@ class Instance:
     instance: str = "i"
     quarantined: float = 0.0
     failures: str = ""
+    commit: str = ""
 
 
 E, N, D = ROLES
@@ -179,6 +180,22 @@ def test_a_named_instance_that_comes_back_at_another_address_is_known_again(host
     addresses.resolve()
     assert attendance.judge([again], {}).reasons == ()
     assert attendance.judge([Instance((N,), "tcp://192.0.2.1:19000")], {}).reasons
+
+
+def test_instances_that_serve_different_commits_are_named() -> None:
+    """Those of a folder are compared with nothing: it may hold what one role needs, and no more."""
+    encoder, decoder = (
+        Instance((E,), "tcp://e:1", "encoder-0"),
+        Instance((D,), "tcp://d:1", "decoder-0", commit="a" * 40),
+    )
+    old, new = (Instance((N,), f"tcp://{c}:1", f"denoiser-{c}", commit=c * 40) for c in "ab")
+    assert judge([encoder, old, decoder], {}, Addresses(), {}) == Readiness(ready=True, reasons=())
+    mixed = judge([encoder, old, new, decoder], {}, Addresses(), {})
+    assert mixed.ready
+    assert mixed.reasons == (
+        "different commits of the model are served: aaaaaaaaaaaa by denoiser-a, decoder-0; bbbbbbbbbbbb by denoiser-b; "
+        "launch all with the same --revision",
+    )
 
 
 def test_an_instance_in_quarantine_is_named_and_does_not_make_the_server_unready() -> None:

@@ -105,6 +105,8 @@ class InstanceView:
     """What it is in quarantine for."""
     sharing: str = ""
     """How its GPUs share the work; empty when it has one."""
+    commit: str = ""
+    """Of its model on the Hub; empty where that is a folder."""
 
 
 # -- events -----------------------------------------------------------------------------------------------------------
@@ -263,6 +265,7 @@ CountName: TypeAlias = Literal[
     "repeated_lease",
     "repeated_outcome",
     "requeued",
+    "revision_differs",
     "slots_exceeded",
     "stale_message",
     "store_failed",

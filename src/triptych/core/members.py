@@ -109,6 +109,7 @@ class Member:
             heartbeat_age=max(0.0, now - self.seen),
             draining=self.draining,
             quarantined=max(0.0, self.health.until - now),
+            commit=self.hello.schema.commit,
             failures=self.health.evidence if self.health.quarantined(now) else "",
             sharing=self.hello.sharing,
         )

@@ -35,7 +35,7 @@ _REASON = 300
 
 
 def _bare(schema: RequestSchema) -> RequestSchema:
-    """What any instance of the model takes, whatever applies where nothing is said, and whatever it was launched with."""
+    """What any instance of the model takes, without defaults and without what it was launched with."""
     return schema.with_options(()).without_defaults()
 
 
@@ -140,6 +140,11 @@ class Membership:
         if prints - {message.fingerprint}:
             detail = f"{message.fingerprint} beside {', '.join(sorted(prints))}: results may differ in the last bits"
             ledger.count("fingerprint_differs", detail, message.instance)
+        mine = message.schema.commit
+        others = {m.hello.schema.commit: m.id for m in ledger.members.values() if m.hello.schema.commit}
+        if mine and (unlike := {commit: id for commit, id in others.items() if commit != mine}):
+            detail = f"model at commit {mine} beside {', '.join(f'{commit} of {id}' for commit, id in unlike.items())}"
+            ledger.count("revision_differs", f"{detail}: launch all with the same --revision", message.instance)
         member = Member(
             id=message.instance,
             epoch=message.epoch,

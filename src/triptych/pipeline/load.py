@@ -21,8 +21,10 @@ from triptych.pipeline.modular_load import load_modular
 from triptych.pipeline.rehearsal import rehearse
 from triptych.pipeline.replay import ReplayRolePipeline
 from triptych.pipeline.replay_load import load_replay
-from triptych.pipeline.source import index_components, read_index, resolve_source
+from triptych.pipeline.source import commit_of, index_components, read_index, resolve_source
 from triptych.pipeline.weights import LoadComponent, load_component
+
+log = logging.getLogger(__name__)
 
 
 def load_pipeline(
@@ -64,6 +66,11 @@ def load_cold(
         count_compilations(loading.tally)
         allow_many_graphs()
     folder = resolve_source(model.path, revision=model.revision)
+    if commit := commit_of(model.path, folder):
+        loading = loading.at(commit)
+        log.info("model=%s commit=%s revision=%s", model.path, loading.commit, model.revision or "main")
+        if loading.commit != commit:
+            folder = resolve_source(model.path, revision=loading.commit)
     index = for_task(read_index(folder), model.task)
     _check_overrides(model.components, index_components(index))
     if modular_counterpart(index) is not None:

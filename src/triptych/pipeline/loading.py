@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, TypeAlias
 
@@ -35,6 +35,13 @@ class Loading:
     """The ranks that share the work, each of which loads at the same time."""
     component: LoadComponent
     """What gives a component its weights."""
+    commit: str = ""
+    """Of a model from the Hub, that which ``model`` asks for as its revision."""
+
+    def at(self, commit: str) -> Loading:
+        """The same load of that commit, or of rank 0's: a branch may move between two looks at the Hub."""
+        agreed = self.agree()(commit)
+        return replace(self, model=replace(self.model, revision=agreed), commit=agreed)
 
     @property
     def where(self) -> torch.device:

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import diffusers
+import msgspec
 
 from triptych.accel.batching import ForwardBatcher
 from triptych.accel.branches import BranchBatching
@@ -143,6 +144,7 @@ class _Plan:
         schema = build_schema(
             model.path, self._index, self._whole, self._parts, self._family, read_settings(self._folder)
         )
+        schema = msgspec.structs.replace(schema, commit=self._loading.commit)
         schema = with_adapters(with_previews(schema) if model.previews else schema, model.loras, type(self._whole))
         return with_defaults(schema, model.defaults)
 

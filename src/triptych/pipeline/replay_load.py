@@ -8,6 +8,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import torch
 
 from triptych.errors import ConfigError, ModelError
@@ -70,6 +71,7 @@ def load_replay(loading: Loading, index: dict[str, Any]) -> ReplayRolePipeline:
     pipelines = built()
     any_role = next(iter(pipelines.values()))
     schema = build_replay_schema(model.path, index, any_role, anatomy, read_settings(folder))
+    schema = msgspec.structs.replace(schema, commit=loading.commit)
     changes = (*techniques, *identities(model.loras))
     return ReplayRolePipeline(
         model=ReplayModel(

@@ -50,6 +50,12 @@ def resolve_source(path: str, components: Iterable[str] | None = None, revision:
     return _fetch(path, revision, patterns)
 
 
+def commit_of(path: str, folder: Path) -> str:
+    """The commit of the model ``path`` that was found in ``folder``; empty for one that is not from the Hub."""
+    fetched = folder.parent.name == "snapshots" and path not in EMBEDDED and not Path(path).expanduser().is_dir()
+    return folder.name if fetched else ""
+
+
 def spelled(path: str) -> str:
     """The name of a model without what says nothing: ``wan`` for ``./wan/``, the folder's own for ``.``."""
     plain = PurePath(path)

@@ -51,6 +51,11 @@ class LiveInstance(Protocol):
         ...
 
     @property
+    def commit(self) -> str:
+        """Of its model on the Hub; empty where that is a folder."""
+        ...
+
+    @property
     def quarantined(self) -> float:
         """Seconds for which others are preferred."""
         ...
@@ -154,6 +159,7 @@ class Attendance:
             for i in live
             if i.quarantined
         ]
+        doubts += _mixed(live)
         return Readiness(ready=not unserved and not self._awaited, reasons=(*unserved, *absent.values(), *doubts))
 
     def _absent(self, live: Sequence[LiveInstance]) -> dict[tuple[Role, str], str]:
@@ -173,3 +179,15 @@ class Attendance:
             why = f"serves {serves}, not {role}" if there else "has not registered or is gone"
             absent[role, url] = f"{role} instance {url} (--{role}-urls) {why}"
         return absent
+
+
+def _mixed(live: Sequence[LiveInstance]) -> list[str]:
+    """That instances work with weights of different commits, which is no reason to stop: most commits change none."""
+    at: dict[str, list[str]] = {}
+    for instance in live:
+        if instance.commit:
+            at.setdefault(instance.commit, []).append(instance.instance)
+    if len(at) < 2:
+        return []
+    said = "; ".join(f"{commit[:12]} by {', '.join(names)}" for commit, names in at.items())
+    return [f"different commits of the model are served: {said}; launch all with the same --revision"]

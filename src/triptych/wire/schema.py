@@ -79,6 +79,8 @@ class RequestSchema(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
     handoff: HandoffSize | None = None
     max_pixels: int | None = None
     """Most pixels of one output, over all of its frames."""
+    commit: str = ""
+    """Which of the model on the Hub it is; empty for a folder, which may hold what some roles need, and no more."""
 
     @property
     def names(self) -> tuple[str, ...]:
@@ -90,9 +92,10 @@ class RequestSchema(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
         return model in self.names or PurePath(model).name in self.names
 
     def agrees(self, other: RequestSchema) -> bool:
-        """Whether both speak of one model: they differ at most in how it was named, of which the last part counts,
-        since hosts have folders in different places."""
-        return self.is_called(other.model) and msgspec.structs.replace(self, model=other.model) == other
+        """Whether both take the same requests for one model: they differ at most in how it was named, of which the last
+        part counts, since hosts have folders in different places; and in the commit."""
+        alike = msgspec.structs.replace(self, model=other.model, commit=other.commit)
+        return self.is_called(other.model) and alike == other
 
     def param(self, name: str) -> Param | None:
         """The parameter of that name, or None."""
@@ -109,7 +112,7 @@ class RequestSchema(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
 
     def differing(self, other: RequestSchema) -> tuple[str, ...]:
         """The names of fields and parameters that differ from those of ``other``."""
-        fields = (name for name in self.__struct_fields__ if name not in ("model", "params"))
+        fields = (name for name in self.__struct_fields__ if name not in ("model", "params", "commit"))
         names = dict.fromkeys(param.name for param in (*self.params, *other.params))
         return (
             *(name for name in fields if getattr(self, name) != getattr(other, name)),
