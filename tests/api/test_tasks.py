@@ -154,13 +154,14 @@ def still(width: int, height: int, turn: int = 1) -> str:
         ({"image_path": still(64, 128)}, (48, 112)),  # 96x64 has the area of 55x111
         ({"image_path": still(128, 64, turn=6)}, (48, 112)),
         ({"image_path": still(300, 300)}, (80, 80)),
+        ({"image_path": still(1200, 100)}, (256, 16)),  # the area would be that of 271x23, and 256 is the longest side
         ({"image_path": still(64, 128), "target_shape": []}, (48, 112)),
         ({"image_path": still(64, 128), "target_shape": [64, 64]}, (64, 64)),
         ({"image_path": still(64, 128), "aspect_ratio": "3:2"}, (96, 64)),
         ({"image_path": still(64, 128), "size": "32x32"}, (32, 32)),
         ({"image_path": ""}, (96, 64)),
     ],
-    ids=["tall", "turned", "square", "empty shape", "shape", "ratio", "size", "no picture"],
+    ids=["tall", "turned", "square", "wide", "empty shape", "shape", "ratio", "size", "no picture"],
 )
 def test_an_adaptive_task_has_the_shape_of_its_picture(
     http: httpx.Client, house: Any, fields: dict[str, Any], size: tuple[int, int]

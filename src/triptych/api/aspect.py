@@ -24,31 +24,31 @@ def has_own_size(params: Mapping[str, Param]) -> bool:
 def sides_of(params: Mapping[str, Param], wide: float) -> dict[str, int]:
     """Height and width of the area of the model's own size, the one ``wide`` times the other, each the nearest legal
     value."""
-    tall, across = _wished(params, wide)
-    return {"height": nearest(params["height"], tall), "width": nearest(params["width"], across)}
+    return {name: nearest(params[name], side) for name, side in _wished(params, wide).items()}
 
 
 def sides_of_picture(params: Mapping[str, Param], picture: bytes) -> dict[str, int]:
-    """Height and width in the shape of a picture that was checked.
+    """Height and width in the shape of a picture that was checked; smaller where a side would be too long otherwise.
 
     Raises `BadRequest` where bounds of the model would bend that shape.
     """
     with Image.open(io.BytesIO(picture)) as image:
         width, height = image.size
-    for name, side in zip(("height", "width"), _wished(params, width / height), strict=True):
-        low, high = params[name].minimum, params[name].maximum
-        if (low is not None and side < low) or (high is not None and side > high):
-            raise BadRequest(
-                ADAPTIVE,
-                f"{ADAPTIVE}='adaptive': the picture is {width}x{height}, and the model makes no size of that shape; "
-                "give target_shape",
-            )
-    return sides_of(params, width / height)
+    wished = _wished(params, width / height)
+    scale = min(1.0, *((params[name].maximum or side) / side for name, side in wished.items()))
+    sides = {name: side * scale for name, side in wished.items()}
+    if any(side < (params[name].minimum or 0) for name, side in sides.items()):
+        raise BadRequest(
+            ADAPTIVE,
+            f"{ADAPTIVE}='adaptive': the picture is {width}x{height}, and the model makes no size of that shape; "
+            "give target_shape",
+        )
+    return {name: nearest(params[name], side) for name, side in sides.items()}
 
 
-def _wished(params: Mapping[str, Param], wide: float) -> tuple[float, float]:
+def _wished(params: Mapping[str, Param], wide: float) -> dict[str, float]:
     height, width = params["height"].default, params["width"].default
     assert isinstance(height, int)
     assert isinstance(width, int)
     tall = math.sqrt(height * width / wide)
-    return tall, tall * wide
+    return {"height": tall, "width": tall * wide}

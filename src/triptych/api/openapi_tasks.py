@@ -25,7 +25,7 @@ KINDS: Final = (("application/json", ""), ("multipart/form-data", "Form"))
 """Content type of a body, and what its schema's name ends in."""
 
 _ADAPTIVE: Final = (
-    "Where no size is given, the output has the shape of the picture and the area of the model's own size."
+    "Where no size is given, the output has the shape of the picture and at most the area of the model's own size."
 )
 _STRENGTHS: Final = {"minimum": -MAX_ADAPTER_SCALE, "maximum": MAX_ADAPTER_SCALE}
 
