@@ -9,10 +9,13 @@ from typing import Any
 import pytest
 import torch
 
+from triptych.accel.step_cache import FIELD
 from triptych.accel.tally import Tally
 from triptych.config import ModelConfig
 from triptych.errors import ConfigError
 from triptych.ids import ROLES, Role
+from triptych.pipeline.checkpoint import lighter
+from triptych.pipeline.codec import decode_state
 from triptych.pipeline.load import load_pipeline
 from triptych.pipeline.modular import ModularRolePipeline
 from triptych.pipeline.stage import Resumable
@@ -96,6 +99,44 @@ def test_a_checkpoint_carries_what_later_steps_reuse(cached: Trio, after: int) -
     resumed.restore(*frozen)
     post(finish(resumed), inbox)
     assert torch.equal(latents(inbox), whole)
+
+
+def test_a_checkpoint_without_what_was_kept_is_small_and_goes_on(cached: Trio) -> None:
+    whole = denoised(cached, REQUEST)
+    inbox: Inbox = cached.encoded(REQUEST)
+    run = cached.start(Role.DENOISER, REQUEST, inbox)
+    for _ in range(7):
+        assert run.advance() is None
+    assert isinstance(run, Resumable)
+    frozen = run.checkpoint()
+    assert frozen is not None
+    run.cancel()
+    light = lighter(frozen)
+    assert light is not None
+    assert sum(t.nbytes for t in light[1]) < sum(t.nbytes for t in frozen[1]) / 2
+    assert lighter(light) is None
+    resumed = cached.start(Role.DENOISER, REQUEST, inbox)
+    assert isinstance(resumed, Resumable)
+    resumed.restore(*light)
+    post(finish(resumed), inbox)
+    assert (latents(inbox) - whole).norm() < 0.1 * whole.norm()
+
+
+def test_of_two_transformers_only_the_one_whose_turn_it_is_keeps_something(checkpoint: Callable[[str], Path]) -> None:
+    config = ModelConfig(path=str(checkpoint("wan22_t2v")), device="cpu", step_cache=THRESHOLD)
+    pipeline: Any = load_pipeline(config, ROLES, "cpu", Tally())
+    trio = Trio.of(dict.fromkeys(ROLES, pipeline))
+    run = trio.start(Role.DENOISER, REQUEST, trio.encoded(REQUEST))
+    assert isinstance(run, Resumable)
+    kept: list[set[str]] = []
+    while run.advance() is None:  # pyright: ignore[reportAttributeAccessIssue]  # it is a run too
+        frozen = run.checkpoint()
+        assert frozen is not None
+        values, _ = decode_state(*frozen, torch.device("cpu"))
+        kept.append({key.partition(".")[0] for key in values["replaced"]["state"][FIELD]})
+    assert kept[0] == {"transformer"}
+    assert kept[-1] == {"transformer_2"}
+    assert all(len(models) == 1 for models in kept)
 
 
 def test_the_fingerprint_tells_a_caching_denoiser_from_an_exact_one(cached: Trio) -> None:

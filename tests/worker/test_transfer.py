@@ -9,8 +9,10 @@ import pytest
 import torch
 
 from tests.worker.conftest import IDENTITY, MIB
+from triptych.accel.step_cache import FIELD
 from triptych.core.instance_events import CheckpointMade, Ended, PullFailed
 from triptych.ids import CopyId, RequestId, Role
+from triptych.pipeline.codec import decode_state, encode_state
 from triptych.pipeline.stage import StageOutput
 from triptych.transport.data import local
 from triptych.transport.data.local import LocalPlane
@@ -275,6 +277,25 @@ def test_a_checkpoint_never_displaces_an_output_and_ends_the_lease_without_itsel
     assert outcome.checkpoint is None
     assert first.saved.is_set()
     assert plane.copies() == (kept,)
+
+
+def test_a_checkpoint_that_does_not_fit_is_made_without_what_step_caching_keeps(
+    stager: StageThread, pull: Callable[[PullJob], None], posts: SimpleQueue[Post]
+) -> None:
+    latents, cached = torch.arange(1000, dtype=torch.uint8), torch.zeros(32 * MIB, dtype=torch.uint8)
+    values = {"replaced": {"state": {FIELD: {"first": cached, "rest": cached}, "latents": latents}}, "step": 3}
+    tree, tensors = encode_state(values, {})
+    of = ticket()
+    stager.put(CheckpointJob(ticket=of, frozen=Payload(tree=tree, tensors=tensors), step=3, steps=9, last=False))
+    made = posts.get(timeout=WAIT)
+    assert isinstance(made, CheckpointMade)
+    pull(PullJob(ticket=of, inputs=(), resume=made.manifest))
+    ready = posts.get(timeout=WAIT)
+    assert isinstance(ready, InputsReady)
+    assert ready.resume is not None
+    there, _ = decode_state(ready.resume.tree, ready.resume.tensors, torch.device("cpu"))
+    assert there["replaced"]["state"].keys() == {"latents"}
+    assert torch.equal(there["replaced"]["state"]["latents"], latents)
 
 
 def test_an_output_displaces_a_checkpoint_before_older_outputs(plane: LocalPlane) -> None:

@@ -112,6 +112,8 @@ class _Forward:
         """The first block has turned ``before`` into the last stream of ``after``: decide about the others."""
         values = self.memory.values
         assert values is not None
+        for key in [key for key in values if not key.startswith(f"{self.name}.")]:
+            del values[key]  # of the model that had the steps before, whose turn is over
         self._key = f"{self.name}.{self.memory.call}"
         self.memory.call += 1
         streams = _streams(after)

@@ -20,13 +20,18 @@ from typing import Any
 import numpy as np
 import torch
 
+from triptych.accel.step_cache import FIELD
 from triptych.errors import StageError, WireError
-from triptych.pipeline.codec import decode_state, encode_state
+from triptych.pipeline.codec import decode_state, encode_state, without_entry
 
 Frozen = tuple[bytes, tuple[torch.Tensor, ...]]
 """A value tree in MessagePack and the tensors that it refers to."""
 
 _SECTIONS = {"step", "steps", "replaced", "written", "pointed", "host", "generators"}
+
+
+_STATE = "state"
+"""Path of the block's state."""
 
 
 class Unsaved(Exception):
@@ -88,6 +93,14 @@ class Baseline:
         )  # the next step may write to them
 
 
+def lighter(frozen: Frozen) -> Frozen | None:
+    """A checkpoint without what step caching keeps, which is many times the rest: the step after it is computed whole.
+
+    None for one that has nothing of it. Whoever goes on from it ends up with other bytes than an undisturbed run.
+    """
+    return without_entry(*frozen, ("replaced", _STATE, FIELD))
+
+
 class Saved:
     """A checkpoint that was read."""
 
@@ -145,7 +158,7 @@ def _owners(components: Any, block_state: Any) -> dict[str, Any]:
                 raise Unsaved(f"{name} keeps a cache between steps")
         elif hasattr(component, "set_timesteps") or hasattr(component, "prepare_models"):
             _own(found, name, component)
-    _own(found, "state", block_state)
+    _own(found, _STATE, block_state)
     return found
 
 

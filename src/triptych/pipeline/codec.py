@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, assert_never
 
 import numpy as np
@@ -47,6 +47,43 @@ def decode_state(
         if not isinstance(keys, list) or not all(isinstance(key, str) for key in keys):
             raise WireError(f"not a pipeline state: kwargs type {name!r} must list names")
     return values, kwargs_types
+
+
+def without_entry(
+    tree: bytes, tensors: Sequence[torch.Tensor], path: Sequence[str]
+) -> tuple[bytes, tuple[torch.Tensor, ...]] | None:
+    """The state without the entry at ``path``; None where it has none.
+
+    Tensors keep their numbers, so those of the entry are empty.
+    """
+    taken: list[wire.Value] = []
+    node = _without(wire.decode_value(tree), ("values", *path), taken)
+    if not taken:
+        return None
+    gone = set(_indices(taken[0]))
+    return wire.encode_value(node), tuple(t.new_empty(0) if i in gone else t for i, t in enumerate(tensors))
+
+
+def _without(node: wire.Value, path: Sequence[str], taken: list[wire.Value]) -> wire.Value:
+    if not isinstance(node, wire.Dict) or path[0] not in node.keys:
+        return node
+    entries = dict(zip(node.keys, node.items, strict=True))
+    if len(path) == 1:
+        taken.append(entries.pop(path[0]))
+    else:
+        entries[path[0]] = _without(entries[path[0]], path[1:], taken)
+    return wire.Dict(keys=tuple(entries), items=tuple(entries.values()))
+
+
+def _indices(node: wire.Value) -> Iterator[int]:
+    match node:
+        case wire.TensorRef() | wire.ArrayRef() | wire.ImageRef() | wire.Generator():
+            yield node.index
+        case wire.List() | wire.Tuple() | wire.Dict():
+            for item in node.items:
+                yield from _indices(item)
+        case _:
+            pass
 
 
 class _Encoder:

@@ -18,6 +18,7 @@ from triptych.accel.shortage import is_out_of_memory
 from triptych.core.instance_events import CheckpointMade, Ended, Pulled, PullFailed
 from triptych.errors import PoolFull, TooLarge
 from triptych.ids import CopyId
+from triptych.pipeline.checkpoint import lighter
 from triptych.transport.data.protocol import DataPlane, Payload
 from triptych.wire.manifest import Manifest
 from triptych.wire.messages import Output, Staged, replace
@@ -137,7 +138,7 @@ class StageThread(CopyingThread[StageJob | CheckpointJob]):
         manifest = None
         try:
             if not job.ticket.cancelled.is_set():
-                manifest = self._plane.stage(lease.request, job.frozen, spare=True)
+                manifest = self._stage_checkpoint(job)
                 self._wait_for_copies()
         except Exception as error:
             log.warning("no checkpoint request=%s step=%d: %s", lease.request, job.step, given_up(error))
@@ -153,6 +154,21 @@ class StageThread(CopyingThread[StageJob | CheckpointJob]):
             self._post(Ended(outcome=outcome))
         elif manifest is not None:
             self._post(CheckpointMade(lease=lease, manifest=manifest, step=job.step, steps=job.steps))
+
+    def _stage_checkpoint(self, job: CheckpointJob) -> Manifest:
+        """Stage it whole, or else without what can be computed anew. Raises `TooLarge` or `PoolFull`."""
+        request = job.ticket.lease.request
+        try:
+            return self._plane.stage(request, job.frozen, spare=True)
+        except (TooLarge, PoolFull) as error:
+            less = lighter((job.frozen.tree, job.frozen.tensors))
+            if less is None:
+                raise
+            manifest = self._plane.stage(request, Payload(tree=less[0], tensors=less[1]), spare=True)
+            log.info(
+                "checkpoint request=%s step=%d is without what step caching keeps: %s", request, job.step, error.message
+            )
+            return manifest
 
     def _stage_outputs(self, job: StageJob) -> None:
         """Stage all outputs or none."""
