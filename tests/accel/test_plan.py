@@ -6,14 +6,20 @@ from typing import Any
 
 import pytest
 import torch
-from diffusers import AutoencoderKLWan, QwenImageTransformer2DModel, SD3Transformer2DModel, WanTransformer3DModel
+from diffusers import (
+    AutoencoderKLWan,
+    PRXTransformer2DModel,
+    QwenImageTransformer2DModel,
+    SD3Transformer2DModel,
+    WanTransformer3DModel,
+)
+from diffusers.models.attention_dispatch import AttentionBackendName, dispatch_attention_fn
 from torch import Tensor
 
 from triptych.accel import attention, plan, quant
 from triptych.accel.batching import ForwardBatcher
 from triptych.accel.plan import Technique, accelerate
 from triptych.accel.wan_vae import WanVaeDecoder, install, supports
-from triptych.config import Profile
 from triptych.errors import ConfigError
 
 CPU = torch.device("cpu")
@@ -52,18 +58,55 @@ def test_lossless_without_a_gpu_says_why_it_leaves_the_stock_path(transformer: W
     assert any("CUDA" in t.why for t in techniques)
 
 
-@pytest.mark.parametrize(("profile", "backend"), [("lossless", "auto"), ("stock", "native")])
-def test_a_model_that_acceleration_passes_over_is_named(profile: Profile, backend: str) -> None:
+def test_a_model_that_acceleration_passes_over_is_named_and_takes_no_backend_by_name() -> None:
     model = SD3Transformer2DModel(
         sample_size=8, patch_size=2, in_channels=4, num_layers=1, attention_head_dim=8, num_attention_heads=2,
         joint_attention_dim=16, caption_projection_dim=16, pooled_projection_dim=16, out_channels=4,
         pos_embed_max_size=8,
     )  # fmt: skip
     named = {"transformer": model}
-    (told,) = accelerate(named, device=CPU, dtype=torch.float32, profile=profile, backend=backend)
-    assert not told.on
-    assert "SD3Transformer2DModel names no repeated blocks" in told.why
-    assert accelerate(named, device=CPU, dtype=torch.float32, profile="stock") == ()
+    told = {t.name: t for t in accelerate(named, device=CPU, dtype=torch.float32, profile="lossless")}
+    assert not any(technique.on for technique in told.values())
+    assert "SD3Transformer2DModel names no repeated blocks" in told["transformer: kernels and compile"].why
+    assert "its own, which is not dispatched" in told["transformer: attention"].why
+    with pytest.raises(ConfigError, match="attention-backend='native': SD3Transformer2DModel has no dispatched"):
+        accelerate(named, device=CPU, dtype=torch.float32, profile="stock", backend="native")
+
+
+def test_attention_is_chosen_for_a_model_that_names_no_repeated_blocks() -> None:
+    """PRX's attention goes through Diffusers' dispatcher, which is all that a backend needs."""
+    torch.manual_seed(0)
+    model = PRXTransformer2DModel(
+        in_channels=4, patch_size=2, context_in_dim=16, hidden_size=32, mlp_ratio=2.0, num_heads=2, depth=1,
+        axes_dim=[8, 8],
+    )  # fmt: skip
+    assert not quant.repeated_blocks(model)
+    named = {"transformer": model}
+    told = {t.name: t for t in accelerate(named, device=CPU, dtype=torch.float32, profile="lossless", backend="native")}
+    assert told["transformer: attention"].on
+    assert not told["transformer: kernels and compile"].on
+    assert attention.backends(named) == {"transformer": "native"}
+
+
+def test_auto_chooses_for_every_model_of_known_heads_whose_attention_is_dispatched(
+    transformer: WanTransformer3DModel, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(type(transformer), "_repeated_blocks", None)
+    named = {"transformer": transformer}
+    told = {t.name: t for t in accelerate(named, device=CPU, dtype=torch.bfloat16, profile="lossless")}
+    assert told["transformer: attention"].why == "native, the only one present"
+
+
+def test_flash_attention_leaves_masks_to_the_native_one() -> None:
+    shape = (1, 6, 2, 8)
+    query, key, value = torch.randn(3, *shape, generator=torch.Generator().manual_seed(0))
+    mask = torch.ones(1, 1, 6, 6, dtype=torch.bool).tril()
+    attention._register("flash2")  # pyright: ignore[reportPrivateUsage]
+
+    def attended(entry: str) -> Tensor:
+        return dispatch_attention_fn(query, key, value, attn_mask=mask, backend=AttentionBackendName(entry))
+
+    assert torch.equal(attended("_native_flash"), attended("native"))
 
 
 def test_a_recording_lies_around_what_keeps_the_keys_of_a_text(

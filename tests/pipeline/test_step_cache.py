@@ -179,3 +179,10 @@ def test_models_whose_blocks_it_cannot_pass_over_are_refused(
     config = ModelConfig(path=str(checkpoint(family)), device="cpu", step_cache=0.1)
     with pytest.raises(ConfigError, match=reason):
         load_pipeline(config, (Role.DENOISER,), "cpu")
+
+
+@pytest.mark.parametrize("family", ["cogvideox_t2v", "sana", "svd"])
+def test_a_pipeline_whose_loop_is_its_own_is_refused(classic_checkpoint: Callable[[str], Path], family: str) -> None:
+    config = ModelConfig(path=str(classic_checkpoint(family)), device="cpu", step_cache=0.1)
+    with pytest.raises(ConfigError, match=r"step-cache=0\.1.*replaying its own loop"):
+        load_pipeline(config, (Role.DENOISER,), "cpu")

@@ -2,7 +2,7 @@
 
 Diffusers' own dispatcher serves every model that goes through `dispatch_attention_fn`. Its FlashAttention-3 entry wants
 a package that must be built from source, so the forward-only wheel is put behind that entry here. A call with a mask,
-which FlashAttention-3 does not take, goes to the native backend.
+which FlashAttention does not take, goes to the native backend.
 """
 
 # diffusers has no public way to add a backend to its registry.
@@ -10,6 +10,7 @@ which FlashAttention-3 does not take, goes to the native backend.
 
 from __future__ import annotations
 
+import functools
 import logging
 import statistics
 import time
@@ -201,11 +202,23 @@ def _register(backend: str) -> None:
     from diffusers.models import attention_dispatch as dispatch
 
     operators = {"flash3": flash3.flash3, "flash3-fp8": flash3.flash3_fp8, "sage": sage.sage}
-    if backend not in operators:
+    if backend not in operators and backend != "flash2":
         return
     entry = dispatch.AttentionBackendName(_ENTRY[backend])
     native = dispatch._AttentionBackendRegistry._backends[dispatch.AttentionBackendName.NATIVE]
-    dispatch._AttentionBackendRegistry.register(entry)(_entry_function(operators[backend], native))
+    own: Any = dispatch._native_flash_attention
+    made = _unmasked(own, native) if backend == "flash2" else _entry_function(operators[backend], native)
+    dispatch._AttentionBackendRegistry.register(entry)(made)
+
+
+def _unmasked(own: Callable[..., Tensor], native: Callable[..., Tensor]) -> Callable[..., Tensor]:
+    """Diffusers' function ``own``, which refuses masks, with the native one for calls that have some."""
+
+    @functools.wraps(own)
+    def attend(*args: Any, attn_mask: Tensor | None = None, **settings: Any) -> Tensor:
+        return (own if attn_mask is None else native)(*args, attn_mask=attn_mask, **settings)
+
+    return attend
 
 
 def _entry_function(operator: Callable[..., Tensor], native: Callable[..., Tensor]) -> Callable[..., Tensor]:

@@ -98,7 +98,7 @@ def accelerate(
     for name, model in denoisers.items():
         done += _attention(name, model, device, dtype, profile, backend, cache_dir, agree)
         if backend != wish:
-            log.warning("attention-backend %s is not on this machine: %s uses %s", wish, name, attention.in_use(model))
+            _tell_wish(wish, name, model)
         if profile == "fast" and name not in quantised:
             layers = quant.quantise([model], "fp8", device)
             done.append(Technique(name=f"{name}: fp8", on=True, why=f"{layers} linear layers"))
@@ -116,8 +116,12 @@ def accelerate(
         if batcher is not None:
             done.append(_batching(name, model, batcher))
     others = sorted(modules.keys() - denoisers.keys() - text_encoders.keys())
-    if profile != "stock" or wish != "auto":
-        done += [_passed_over(name, modules[name]) for name in others if name.startswith(("transformer", "unet"))]
+    for name in (name for name in others if name.startswith(("transformer", "unet"))):
+        done += _attention(name, modules[name], device, dtype, profile, backend, cache_dir, agree)
+        if backend != wish:
+            _tell_wish(wish, name, modules[name])
+        if profile != "stock":
+            done.append(_passed_over(name, modules[name]))
     if batcher is not None:  # which needs no blocks of a kind that is known
         done += [_batching(name, modules[name], batcher) for name in others if name.startswith("transformer")]
     for name, model in modules.items():
@@ -133,8 +137,12 @@ def _is_text_encoder(model: nn.Module) -> bool:
 
 
 def _passed_over(name: str, model: nn.Module) -> Technique:
-    why = f"{type(model).__name__} names no repeated blocks in Diffusers, so its stock path runs"
-    return Technique(name=f"{name}: attention, kernels and compile", on=False, why=why)
+    why = f"{type(model).__name__} names no repeated blocks in Diffusers, so its stock ones run"
+    return Technique(name=f"{name}: kernels and compile", on=False, why=why)
+
+
+def _tell_wish(wish: str, name: str, model: nn.Module) -> None:
+    log.warning("attention-backend %s is not on this machine: %s uses %s", wish, name, attention.in_use(model))
 
 
 def _batching(name: str, model: nn.Module, batcher: ForwardBatcher) -> Technique:
@@ -196,9 +204,13 @@ def _attention(
 ) -> list[Technique]:
     config: Any = getattr(model, "config", None)
     heads, width = getattr(config, "num_attention_heads", None), getattr(config, "attention_head_dim", None)
-    if backend == "auto" and (profile == "stock" or dtype != torch.bfloat16 or not heads or not width):
-        why = "profile stock" if profile == "stock" else "only measured for bfloat16 models of known head size"
-        why = f"{attention.in_use(model) or 'its own'}, {why}"
+    own = attention.in_use(model)
+    if backend == "auto" and (own is None or profile == "stock" or dtype != torch.bfloat16 or not heads or not width):
+        if own is None:
+            why = "its own, which is not dispatched"
+        else:
+            known = "profile stock" if profile == "stock" else "only measured for bfloat16 models of known head size"
+            why = f"{own}, {known}"
         return [Technique(name=f"{name}: attention", on=False, why=why)]
     if profile == "fast" and backend == "auto" and "flash3-fp8" in attention.present(device):
         backend = "flash3-fp8"

@@ -87,6 +87,10 @@ def _check_replayable(loading: Loading, kind: str) -> None:
         raise ConfigError(f"batching: {kind} is split by replaying its own loop, which runs alone")
     if model.batch_guidance and loading.serves(Role.DENOISER):
         raise ConfigError(f"batch-guidance: {kind} is split by replay, and batches its branches itself")
+    if model.step_cache and loading.serves(Role.DENOISER):
+        raise ConfigError(
+            f"step-cache={model.step_cache}: {kind} is split by replaying its own loop, which has no room"
+        )
     if model.previews:
         raise ConfigError(f"previews: {kind} is split by replaying its own loop, which is closed")
 
