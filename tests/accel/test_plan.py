@@ -19,7 +19,7 @@ from torch import Tensor
 from triptych.accel import attention, plan, quant
 from triptych.accel.batching import ForwardBatcher
 from triptych.accel.plan import Technique, accelerate
-from triptych.accel.wan_vae import WanVaeDecoder, install, supports
+from triptych.accel.wan_vae import WanVaeDecoder, install, installed, supports
 from triptych.errors import ConfigError
 
 CPU = torch.device("cpu")
@@ -250,6 +250,26 @@ def test_an_installed_decoder_is_what_decode_uses_for_every_item(vae: Autoencode
     install(vae, Counting(vae, overflow=None))
     assert (vae.decode(latents).sample - stock).abs().max() < 2e-5
     assert calls == [1, 1]
+
+
+@pytest.mark.parametrize(("sliced", "tiled"), [(True, False), (False, True), (True, True)])
+def test_the_fast_decoder_goes_with_slicing_and_not_with_tiling(
+    vae: AutoencoderKLWan, monkeypatch: pytest.MonkeyPatch, sliced: bool, tiled: bool
+) -> None:
+    monkeypatch.setattr(attention, "present", lambda _: ("native",))
+    vae.use_slicing, vae.use_tiling = sliced, tiled
+    told = accelerate({"vae": vae}, device=torch.device("cuda"), dtype=torch.bfloat16, profile="lossless")
+    (decode,) = (technique for technique in told if technique.name == "vae: fast decode")
+    assert decode.on == (not tiled)
+    assert (installed(vae) is not None) == (not tiled)
+
+
+def test_slices_are_decoded_by_the_installed_decoder(vae: AutoencoderKLWan) -> None:
+    latents = torch.randn(2, 4, 2, 4, 4, generator=torch.Generator().manual_seed(3))
+    install(vae, WanVaeDecoder(vae, overflow=None))
+    whole = vae.decode(latents).sample
+    vae.use_slicing = True
+    assert torch.equal(vae.decode(latents).sample, whole)
 
 
 def test_joining_says_what_is_joined_and_is_refused_where_nothing_can_be(transformer: WanTransformer3DModel) -> None:

@@ -293,8 +293,8 @@ def compile_blocks(model: nn.Module, *, tuned: bool, varying: bool, overflow: Ov
 def _vae(name: str, model: Any, device: torch.device, dtype: torch.dtype, tally: Tally) -> Technique:
     if device.type != "cuda" or dtype != torch.bfloat16:
         return Technique(name=f"{name}: fast decode", on=False, why="needs CUDA and bfloat16")
-    if model.use_tiling or model.use_slicing:
-        return Technique(name=f"{name}: fast decode", on=False, why="tiling or slicing was asked for")
+    if model.use_tiling:  # slicing is what it does anyway
+        return Technique(name=f"{name}: fast decode", on=False, why="tiling was asked for")
     allow_many_graphs()
     overflow = Overflow(name, tally) if _has_triton(device) else None
     decoder = wan_vae.WanVaeDecoder(model, overflow=overflow, align=64)
