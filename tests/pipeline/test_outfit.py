@@ -16,6 +16,7 @@ from triptych.ids import ROLES, Role
 from triptych.pipeline.load import load_pipeline
 from triptych.pipeline.outfit import home_of
 
+from .adapters import adapter
 from .classic_harness import REQUESTS, TOLERATED, asked
 from .harness import Trio
 
@@ -48,6 +49,23 @@ def test_offloaded_models_give_the_same_bytes(checkpoint: Checkpoint, kind: Offl
     assert small.pipelines[Role.ENCODER].fingerprint == stock.pipelines[Role.ENCODER].fingerprint
     hook = "_hf_hook" if kind == "model" else "_diffusers_hook"
     assert hasattr(small.pipelines[Role.DENOISER].component(Role.DENOISER, "transformer"), hook)
+
+
+@pytest.mark.parametrize("kind", ["model", "block", "layer"])
+def test_adapters_work_in_offloaded_models(checkpoint: Checkpoint, kind: Offload, tmp_path: Path) -> None:
+    folder = checkpoint("wan_t2v")
+    layers = ("blocks.0.attn1.to_q", "blocks.1.ffn.net.2")
+    loaded: Any = load_pipeline(ModelConfig(path=str(folder), device="cpu"), (Role.DENOISER,), "cpu")
+    model = loaded.component(Role.DENOISER, "transformer")
+    loras = (adapter(model, layers, tmp_path / "fox.safetensors"),)
+    stock, small = trio(folder, loras=loras), trio(folder, loras=loras, offload={Role.DENOISER: kind})
+    seen: list[Any] = []
+    for lora in (None, "fox", "fox:0.5", None):
+        (expected,), (got,) = (one.generate({**REQUEST, "lora": lora}) for one in (stock, small))
+        assert np.array_equal(got.frames, expected.frames), lora
+        seen.append(got.frames)
+    assert np.array_equal(seen[0], seen[3])
+    assert not any(np.array_equal(seen[i], seen[j]) for i, j in ((0, 1), (1, 2), (0, 2)))
 
 
 @pytest.mark.parametrize("kind", ["model", "block"])

@@ -16,6 +16,7 @@ from triptych.errors import ConfigError
 from triptych.ids import ROLES, Role
 from triptych.pipeline.load import load_pipeline
 
+from .adapters import adapter
 from .checkpoints import t5_tokenizer, wan_parts, wan_transformer
 from .classic_checkpoints import cogvideox_transformer, cogvideox_vae
 from .classic_harness import REQUESTS, TOLERATED
@@ -125,6 +126,27 @@ def test_models_that_name_no_repeated_blocks_are_quantised_but_for_their_ends(
     assert quantise([model], "int8", torch.device("cpu")) == layers
     assert weight_bytes(model) < 0.8 * before
     assert all(model.get_parameter(f"{name}.weight").dtype is torch.float32 for name in kept)
+
+
+def test_adapters_stay_as_they_are_on_a_quantised_denoiser(wide: Path, tmp_path: Path) -> None:
+    """They change what comes of it as much as they do without int8."""
+    stock = trio(wide)
+    layers = ("blocks.0.attn1.to_q", "blocks.1.ffn.net.2", "blocks.1.attn2.to_v")
+    model = stock.pipelines[Role.DENOISER].component(Role.DENOISER, "transformer")
+    loras = (adapter(model, layers, tmp_path / "fox.safetensors"),)
+    made: list[Any] = []
+    for quant in ({}, {Role.DENOISER: "int8"}):
+        small = trio(wide, loras=loras, quant=quant)
+        made.append([small.generate({**REQUEST, "lora": lora})[0].frames.astype(int) for lora in (None, "fox", None)])
+    first = small.pipelines[Role.DENOISER].component(Role.DENOISER, "transformer").get_submodule(layers[0])
+    assert type(first.base_layer.weight).__name__ != "Parameter"
+    assert all(adapted.weight.dtype is torch.float32 for adapted in first.lora_A.values())
+    (plain, fox, _), (small_plain, small_fox, again) = made
+    effect, small_effect = abs(fox - plain).mean(), abs(small_fox - small_plain).mean()
+    assert effect > 0.5
+    assert abs(small_effect - effect) < 0.1 * effect
+    assert 0 < abs(small_fox - fox).mean() < 8  # of 255
+    assert (again == small_plain).all()
 
 
 @pytest.mark.parametrize("kind", ["model", "block"])
