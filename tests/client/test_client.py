@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import base64
+import inspect
 import io
 import threading
 from collections.abc import Callable, Iterator
@@ -261,6 +262,26 @@ def test_an_image_is_edited_within_a_mask(album: Any, picture: bytes) -> None:
 def test_models_and_readiness_are_told(client: Client) -> None:
     assert client.models()["data"][0]["id"] == "/models/painter"
     assert client.readiness() == (True, [])
+
+
+def test_both_clients_offer_the_same() -> None:
+    def offered(kind: type) -> dict[str, inspect.Signature]:
+        return {name: inspect.signature(it) for name, it in vars(kind).items() if not name.startswith("_")}
+
+    assert offered(AsyncClient) == offered(Client)
+
+
+async def test_asking_about_the_server_while_other_things_are_awaited(house: Any) -> None:
+    async with AsyncClient(house.url) as client:
+        job = await client.create("a cat")
+        listed, models, info, (ready, reasons) = await asyncio.gather(
+            client.list(limit=1), client.models(), client.server_info(), client.readiness()
+        )
+        assert listed[0].id == job.id
+        assert models["data"]
+        assert info["ready"] == ready
+        assert bool(reasons) != ready
+        await client.delete(job.id)
 
 
 async def test_the_async_client_does_the_same(house: Any) -> None:

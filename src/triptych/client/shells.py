@@ -235,6 +235,12 @@ class AsyncClient:
         """See `Client.retrieve`."""
         return await self._run(operations.retrieve(job_id))
 
+    async def list(
+        self, *, after: str | None = None, limit: int = 20, order: Literal["asc", "desc"] = "desc"
+    ) -> list[Job]:
+        """See `Client.list`."""
+        return await self._run(operations.page(after, limit, order))
+
     async def wait(self, job_id: str, *, timeout: float = JOB_SECONDS, on_progress: OnProgress | None = None) -> Job:
         """See `Client.wait`."""
         return await self._run(operations.wait(job_id, timeout, on_progress))
@@ -260,6 +266,18 @@ class AsyncClient:
     async def delete(self, job_id: str) -> None:
         """See `Client.delete`."""
         await self._run(operations.delete(job_id))
+
+    async def models(self) -> dict[str, Any]:
+        """See `Client.models`."""
+        return await self._run(operations.describe("/v1/models"))
+
+    async def server_info(self) -> dict[str, Any]:
+        """See `Client.server_info`."""
+        return await self._run(operations.describe("/server_info"))
+
+    async def readiness(self) -> tuple[bool, list[str]]:
+        """See `Client.readiness`."""
+        return await self._run(operations.readiness())
 
     async def wait_ready(self, timeout: float) -> None:
         """See `Client.wait_ready`."""
