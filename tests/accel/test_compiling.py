@@ -48,6 +48,8 @@ def test_a_folder_that_others_can_write_is_refused(tmp_path: Path) -> None:
 def test_each_shape_is_one_compilation_and_a_known_one_none() -> None:
     tally = Tally()
     count_compilations(tally)
+    begun: list[int] = []
+    tally.compiling = lambda: begun.append(tally.compilations)
     double = torch.compile(lambda x: x * 2, backend="eager", dynamic=False)
     double(torch.ones(3))
     double(torch.ones(3))
@@ -55,6 +57,7 @@ def test_each_shape_is_one_compilation_and_a_known_one_none() -> None:
     double(torch.ones(5))
     assert tally.compilations == 2
     assert tally.compile_seconds > 0
+    assert begun == [0, 1], "each is told of before it is done"
 
 
 def graphless(tally: Tally, sizes: list[int], call: Any) -> list[bool]:

@@ -9,10 +9,12 @@ from pathlib import Path
 import pytest
 
 from triptych.accel.attention import EXACT, LOSSY
+from triptych.config import Shape
 from triptych.errors import ConfigError
 from triptych.ids import ROLES, Role
 from triptych.launch.args import ServerArgs
 from triptych.launch.options import BY_NAME
+from triptych.launch.readers import read_shapes
 
 KEY = "a-secret-key"
 DIGEST = "sha256:" + hashlib.sha256(KEY.encode()).hexdigest()
@@ -146,3 +148,12 @@ def test_proxies_are_named_by_address_or_network() -> None:
     for wrong in ("proxy.example", "10.0.0.1/8", "*,::1", ""):
         with pytest.raises(ConfigError, match="--forwarded-allow-ips"):
             ServerArgs.from_kwargs(forwarded_allow_ips=wrong)
+
+
+def test_shapes_to_warm_up_say_how_many_outputs_a_request_makes() -> None:
+    several = Shape(width=64, height=48, frames=5, count=2)
+    assert read_shapes("warmup", "64x48x5*2,32x32") == (several, Shape(width=32, height=32))
+    assert str(several) == "64x48x5*2"
+    for text in ("64x48*", "64x48*0", "64x48*two", "*2"):
+        with pytest.raises(ConfigError, match=r"must look like 832x480x81 .* with \*2 for two outputs"):
+            read_shapes("warmup", text)

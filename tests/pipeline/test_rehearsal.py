@@ -39,6 +39,18 @@ def test_a_shape_that_the_model_cannot_have_is_refused_by_name() -> None:
         load_pipeline(config, ROLES, "cpu")
 
 
+def test_several_outputs_of_a_request_are_warmed_up_together(checkpoint: Callable[[str], Path]) -> None:
+    config = ModelConfig(path=str(checkpoint("qwen_t2i")), device="cpu", warmup=(Shape(width=32, height=32, count=2),))
+    pipeline, warm_up = load_cold(config, ROLES, "cpu")
+    batches: set[int] = set()
+    transformer: Any = pipeline.component(Role.DENOISER, "transformer")
+    transformer.register_forward_pre_hook(
+        lambda _module, _args, kwargs: batches.add(len(kwargs["hidden_states"])), with_kwargs=True
+    )
+    warm_up(pipeline)
+    assert batches == {2}
+
+
 @pytest.mark.filterwarnings("ignore::DeprecationWarning:diffusers", "ignore::FutureWarning:diffusers")
 def test_a_model_that_is_split_by_replay_is_warmed_up_whole_or_refused(
     classic_checkpoint: Callable[[str], Path], caplog: pytest.LogCaptureFixture

@@ -70,7 +70,10 @@ class Run:
             self._told()
         self._pipeline.turns.append(self.name)
         self._pipeline.gate(self.name)
-        self._pipeline.tally.compilations += self._compiles
+        for _ in range(self._compiles):
+            assert self._pipeline.tally.compiling is not None
+            self._pipeline.tally.compiling()
+            self._pipeline.tally.compilations += 1
         if self._raises is not None:
             raise self._raises
         if self._streams is not None:
@@ -400,7 +403,10 @@ def test_a_compilation_in_the_middle_of_serving_is_told(
     at.begin("b", steps=1, compiles=3)
     at.staged.get(timeout=WAIT)
     assert "compiled 3 graphs" in caplog.text
-    assert "request=b has a shape that was not warmed up (--warmup)" in caplog.text
+    begun, done = (record.getMessage() for record in caplog.records)
+    assert begun.startswith("compiling, which may take minutes"), "before it holds everything up, and once"
+    assert "request=b: the model's own size was not declared (--warmup)" in begun
+    assert done.endswith(begun.partition(": ")[2])
 
 
 def test_closing_gives_up_what_is_running(bench: Callable[..., Bench]) -> None:

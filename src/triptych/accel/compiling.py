@@ -67,6 +67,8 @@ def count_compilations(tally: Tally) -> None:
     def start(_: object) -> None:
         nonlocal begun
         begun = time.perf_counter()
+        if tally.compiling is not None:
+            tally.compiling()
 
     def end(_: object) -> None:
         tally.compilations += 1

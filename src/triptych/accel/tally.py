@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 
@@ -9,6 +10,8 @@ from dataclasses import dataclass
 class Tally:
     """Counts since the process began. Written by the compute thread alone; others may read a count at any time."""
 
+    compiling: Callable[[], None] | None = None
+    """Called when a compilation begins, from whatever thread that is in."""
     compilations: int = 0
     """Graphs compiled, warm-up included."""
     compile_seconds: float = 0.0

@@ -28,23 +28,31 @@ CFG = "cfg"
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Shape:
-    """Pixels and frames of an output; an image has one frame."""
+    """Pixels and frames of an output, an image having one frame, and how many of them a request makes."""
 
     width: int
     height: int
     frames: int = 1
+    count: int = 1
 
     def __str__(self) -> str:
-        return f"{self.width}x{self.height}" + (f"x{self.frames}" if self.frames > 1 else "")
+        frames = f"x{self.frames}" if self.frames > 1 else ""
+        return f"{self.width}x{self.height}{frames}" + (f"*{self.count}" if self.count > 1 else "")
 
 
-def parse_shape(name: str, text: str) -> Shape:
-    """``832x480x81`` or, of an image, ``1024x1024``; raises `ConfigError` that names the flag."""
-    parts = text.split("x")
-    if len(parts) not in (2, 3) or not all(part.isdecimal() and int(part) for part in parts):
-        raise ConfigError(f"{name} {text!r}: must look like 832x480x81 (width x height x frames) or 1024x1024")
+def parse_shape(name: str, text: str, *, counted: bool = False) -> Shape:
+    """``832x480x81`` or, of an image, ``1024x1024``; if ``counted``, with ``*2`` where a request makes two of them.
+
+    Raises `ConfigError` that names the flag.
+    """
+    size, star, count = text.partition("*") if counted else (text, "", "")
+    parts = size.split("x")
+    numbers = [*parts, count] if star else parts
+    if len(parts) not in (2, 3) or not all(number.isdecimal() and int(number) for number in numbers):
+        several = ", with *2 for two outputs of one request" if counted else ""
+        raise ConfigError(f"{name} {text!r}: must look like 832x480x81 (width x height x frames) or 1024x1024{several}")
     width, height, frames = (*map(int, parts), 1)[:3]
-    return Shape(width=width, height=height, frames=frames)
+    return Shape(width=width, height=height, frames=frames, count=int(count or 1))
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

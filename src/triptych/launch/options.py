@@ -317,7 +317,7 @@ OPTIONS: tuple[Option, ...] = (
         (),
         COMPUTE,
         "SHAPES",
-        "shapes to compile and run before the first request, e.g. 832x480x81 or 832x480x81,1024x1024x49",
+        "shapes to compile and run before the first request, e.g. 832x480x81 or 832x480x81,1024x1024*2",
     ),
     _option(
         "cache_dir",

@@ -103,7 +103,9 @@ def read_share(flag: str, value: object) -> float:
 def read_shapes(flag: str, value: object) -> tuple[Shape, ...]:
     """Shapes with commas between, or a sequence of shapes or texts."""
     parts: list[object] = list(value.split(",")) if isinstance(value, str) else _sequence(flag, value)
-    return tuple(part if isinstance(part, Shape) else parse_shape(flag, read_text(flag, part)) for part in parts)
+    return tuple(
+        part if isinstance(part, Shape) else parse_shape(flag, read_text(flag, part), counted=True) for part in parts
+    )
 
 
 def read_seconds(flag: str, value: object) -> float:

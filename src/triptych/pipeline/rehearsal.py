@@ -147,6 +147,10 @@ def _params(schema: RequestSchema, shape: Shape, steps: int) -> dict[str, Any]:
     }
     if shape.frames > 1 and schema.param("num_frames") is None:
         raise ConfigError(f"warmup={shape}: the model makes images, so say WIDTHxHEIGHT")
+    if shape.count > 1:
+        if schema.param("n") is None:
+            raise ConfigError(f"warmup={shape}: the model makes one output of a request")
+        wanted["n"] = shape.count
     return {name: value for name, value in wanted.items() if schema.param(name) is not None}
 
 

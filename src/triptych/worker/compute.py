@@ -9,13 +9,15 @@ import logging
 import threading
 import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from queue import SimpleQueue
+from typing import Any
 
 import torch
 
 from triptych.accel.tally import Tally
+from triptych.config import Shape
 from triptych.core.instance_events import ComputeStarted, Ended, Stepped
 from triptych.errors import StageError
 from triptych.ids import Role
@@ -48,6 +50,7 @@ from triptych.worker.jobs import (
 from triptych.worker.preview import PreviewThread
 from triptych.worker.threads import WorkerThread
 from triptych.worker.turnover import Turnover
+from triptych.worker.unwarmed import unwarmed
 
 log = logging.getLogger(__name__)
 
@@ -58,8 +61,10 @@ class _Running:
 
     ticket: Ticket
     run: StageRun
+    params: Mapping[str, Any]
+    """Of the request."""
     wanted: str | None
-    """Output format that the request asked for."""
+    """Output format that it asked for."""
     seconds: float
     """Time spent on it so far, without the turns of others."""
     step: int
@@ -78,7 +83,8 @@ class ComputeThread(WorkerThread[ComputeJob]):
 
     ``load`` brings the pipeline into memory, in this thread. A finished stage goes on to ``stage`` (state for the
     next role) or ``encode`` (clips). ``max_running`` stages interleave. Every ``checkpoint_interval`` seconds (0:
-    never) a denoising stage that can gives a checkpoint to ``stage``. What compiles during a step shows in ``tally``.
+    never) a denoising stage that can gives a checkpoint to ``stage``. What compiles during a step shows in ``tally``,
+    and in the log with what the request has that is not among the shapes ``warmed``.
     """
 
     def __init__(
@@ -89,6 +95,7 @@ class ComputeThread(WorkerThread[ComputeJob]):
         max_running: int,
         checkpoint_interval: float = 0.0,
         tally: Tally,
+        warmed: Sequence[Shape] = (),
         identity: Identity,
         post: Callable[[Post], None],
         stage: Callable[[StageJob | CheckpointJob], None],
@@ -100,6 +107,10 @@ class ComputeThread(WorkerThread[ComputeJob]):
         self._max_running = max_running
         self._checkpoint_interval = checkpoint_interval
         self._tally = tally
+        self._warmed = warmed
+        self._stepping: Callable[[], str] | None = None
+        """Says of the present step what it computes, until that was said."""
+        tally.compiling = self._compiles
         self._identity = identity
         self._stage = stage
         self._encode = encode
@@ -166,6 +177,7 @@ class ComputeThread(WorkerThread[ComputeJob]):
         running = _Running(
             ticket=job.ticket,
             run=run,
+            params=job.params,
             wanted=job.params.get("output_format"),
             seconds=time.perf_counter() - begun,
             step=run.step,
@@ -209,18 +221,26 @@ class ComputeThread(WorkerThread[ComputeJob]):
             running.computes()
             running.computes = _nothing
         begun, compiled = time.perf_counter(), self._tally.compilations
+        first, schema = group[0], pipeline.schema
+        self._stepping = told = lambda: (
+            f"request={first.ticket.lease.request}: {unwarmed(first.params, schema, self._warmed)}"
+        )
         results = self._advance(pipeline, group)
+        self._stepping = None
         seconds = time.perf_counter() - begun
         if self._tally.compilations != compiled:
             log.warning(
-                "compiled %d graphs in a stage of %.1f s: request=%s has a shape that was not warmed up (--warmup)",
-                self._tally.compilations - compiled,
-                seconds,
-                group[0].ticket.lease.request,
+                "compiled %d graphs in a stage of %.1f s: %s", self._tally.compilations - compiled, seconds, told()
             )
         for running, result in zip(group, results, strict=True):
             running.seconds += seconds / len(group)
             self._advanced(running, result)
+
+    def _compiles(self) -> None:
+        """A compilation begins: say so before it has held everything up, once a step."""
+        told, self._stepping = self._stepping, None
+        if told is not None:
+            log.warning("compiling, which may take minutes in which nothing else is computed: %s", told())
 
     def _stops(self, running: _Running) -> bool:
         """Stop a stage that was asked to; whether it was."""

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Sequence
 from queue import SimpleQueue
 from typing import Final
 
 from triptych.accel.tally import Tally
+from triptych.config import Shape
 from triptych.ids import CopyId
 from triptych.pipeline.stage import RolePipeline
 from triptych.transport.data.protocol import DataPlane
@@ -36,6 +37,7 @@ class Crew:
         slots: int,
         max_running: int,
         tally: Tally,
+        warmed: Sequence[Shape] = (),
         checkpoint_interval: float = 0.0,
         plane: DataPlane,
         identity: Identity,
@@ -49,6 +51,7 @@ class Crew:
             device=device,
             max_running=max_running,
             tally=tally,
+            warmed=warmed,
             checkpoint_interval=checkpoint_interval,
             identity=identity,
             post=post,

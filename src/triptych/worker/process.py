@@ -8,7 +8,6 @@ Several kinds of threads share the work. *Control* (the main thread) owns the so
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 import logging
 from typing import Final, NoReturn
 
@@ -107,6 +106,7 @@ class _Instance:
         self._crew = Crew(
             load=self._load,
             tally=self._tally,
+            warmed=config.model.warmup,
             device=config.torch_device,
             slots=config.slots,
             max_running=config.max_running,
@@ -194,7 +194,7 @@ class _Instance:
             pool_used=self._plane.used_bytes,
             resident_bytes=psutil.Process().memory_info().rss,
             device_bytes=on_gpu,
-            counts=Counts(**dataclasses.asdict(self._tally)),
+            counts=Counts(**{name: getattr(self._tally, name) for name in Counts.__struct_fields__}),
         )
 
 
