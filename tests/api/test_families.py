@@ -20,6 +20,7 @@ from PIL import Image
 
 from tests.api.studio import Studio
 from tests.pipeline.checkpoints import BUILDERS
+from tests.pipeline.modular_image_checkpoints import IMAGE_BUILDERS
 from tests.pipeline.modular_video_checkpoints import VIDEO_BUILDERS
 from tests.pipeline.parity import Film, classic, picture, png
 from tests.pipeline.qwen_checkpoints import QWEN_BUILDERS
@@ -47,7 +48,7 @@ Opened = Callable[..., AbstractContextManager[tuple[httpx.Client, Path]]]
 @pytest.fixture(scope="module")
 def opened(tmp_path_factory: pytest.TempPathFactory) -> Opened:
     """Opens a server for a family; gives a client of it and the model's folder."""
-    builders = BUILDERS | QWEN_BUILDERS | VIDEO_BUILDERS | WAN_BUILDERS
+    builders = BUILDERS | IMAGE_BUILDERS | QWEN_BUILDERS | VIDEO_BUILDERS | WAN_BUILDERS
 
     @contextmanager
     def studio(family: str, **settings: Any) -> Iterator[tuple[httpx.Client, Path]]:
@@ -174,3 +175,23 @@ def test_the_sdk_edits_from_several_pictures(opened: Opened) -> None:
         generator = torch.Generator("cpu").manual_seed(7)
         stock = classic(folder)(**asked, image=pictures, generator=generator, output_type="pil").images[0]
     assert np.array_equal(edited, np.asarray(stock))
+
+
+def test_a_model_that_does_without_a_picture_makes_one_and_edits_one(opened: Opened) -> None:
+    fields = {"prompt": "a red ball", "num_inference_steps": "1", "max_sequence_length": "32"}
+
+    def size(answer: httpx.Response) -> tuple[int, int]:
+        assert answer.status_code == 200, answer.text
+        return Image.open(io.BytesIO(base64.b64decode(answer.json()["data"][0]["b64_json"]))).size
+
+    with opened("flux2_klein", defaults={"max_sequence_length": 32}) as (http, _):
+        numbers = {name: int(value) if value.isdecimal() else value for name, value in fields.items()}
+        asked = {**numbers, "size": "64x96", "response_format": "b64_json"}
+        assert size(http.post("/v1/images/generations", json=asked)) == (64, 96)
+        edit = {"data": fields | {"response_format": "b64_json"}}
+        source = png(picture({"height": 70, "width": 112}))
+        assert size(http.post("/v1/images/edits", files={"image": source}, **edit)) == (112, 64)
+        both = [("image[]", source), ("image[]", source)]
+        assert size(http.post("/v1/images/edits", files=both, data=edit["data"] | {"size": "64x64"})) == (64, 64)
+        refused = http.post("/v1/images/edits", json=numbers)
+        assert (refused.status_code, refused.json()["error"]["param"]) == (400, "image")

@@ -62,6 +62,18 @@ def test_an_edit_carries_a_mask(name: str) -> None:
     assert order.params["strength"] == 0.5
 
 
+def test_a_size_has_no_default_beside_a_picture_that_it_follows() -> None:
+    sides = tuple(msgspec.structs.replace(side, nullable=True, unless="image") for side in SIZE)
+    image = Param(name="image", type="images", nullable=True, max_length=2)
+    schema = msgspec.structs.replace(INPAINT, params=(INPAINT.params[0], image, *sides))
+    alone = read_order(schema, Body(fields={"prompt": "a"}, uploads={}), "image")
+    assert (alone.params["width"], alone.params["height"], alone.size) == (96, 64, "96x64")
+    beside = read_order(schema, Body(fields={"prompt": "a"}, uploads={"image": [FIRST]}), "image")
+    assert not {"width", "height"} & beside.params.keys()
+    asked = read_order(schema, Body(fields={"prompt": "a", "size": "32x48"}, uploads={"image": [FIRST]}), "image")
+    assert (asked.params["width"], asked.params["height"]) == (32, 48)
+
+
 @pytest.mark.parametrize("name", ["last_frame", "last_image"])
 def test_a_video_carries_its_last_frame(name: str) -> None:
     uploads = {name: [SECOND], "input_reference": [FIRST]}

@@ -16,6 +16,7 @@ from tests.pipeline.modular_image_checkpoints import IMAGE_BUILDERS
 from tests.pipeline.modular_video_checkpoints import VIDEO_BUILDERS
 from tests.pipeline.parity import Film, picture, png
 from tests.pipeline.qwen_checkpoints import QWEN_BUILDERS
+from tests.pipeline.test_modular_families import MAY_HAVE_PICTURES
 from tests.pipeline.test_modular_families import REQUESTS as MODULAR
 from tests.pipeline.wan_checkpoints import WAN_BUILDERS
 
@@ -85,7 +86,10 @@ CASES: dict[str, Case] = {
     "qwen_distilled": Case(request=IMAGE | {"guidance_scale": 1.0}),
     "flux": Case(request=IMAGE),
     "z_image": Case(request=IMAGE | {"negative_prompt": "bad"}),
-    **{name: Case(request=request) for name, request in MODULAR.items()},
+    **{
+        name: Case(request=request, keeps=("vae",) if name in MAY_HAVE_PICTURES else ())
+        for name, request in MODULAR.items()
+    },
     **{
         name: started_from({key: value for key, value in request.items() if key != "image"})
         if "image" in request

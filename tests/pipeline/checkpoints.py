@@ -203,7 +203,7 @@ def clip_tokenizer() -> CLIPTokenizer:
     return CLIPTokenizer(vocab={word: i for i, word in enumerate(words)}, merges=[], model_max_length=77)
 
 
-def flux(folder: Path) -> None:
+def flux(folder: Path, pipeline: type[Any] = FluxPipeline) -> None:
     """Flux text-to-image with embedded guidance."""
     clip, t5 = clip_tokenizer(), t5_tokenizer()
     clip_config = CLIPTextConfig(
@@ -213,7 +213,7 @@ def flux(folder: Path) -> None:
     t5_config = T5Config(
         vocab_size=len(t5) + 8, d_model=32, d_kv=8, d_ff=37, num_layers=2, num_heads=4, pad_token_id=0, eos_token_id=1
     )
-    FluxPipeline(
+    pipeline(
         tokenizer=clip,
         text_encoder=seeded(CLIPTextModel, clip_config),
         tokenizer_2=t5,

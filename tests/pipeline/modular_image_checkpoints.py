@@ -12,6 +12,7 @@ from diffusers import (
     Flux2KleinPipeline,
     Flux2Pipeline,
     Flux2Transformer2DModel,
+    FluxKontextPipeline,
     SD3Transformer2DModel,
     StableDiffusion3Pipeline,
 )
@@ -23,7 +24,7 @@ from transformers import (
     Qwen3ForCausalLM,
 )
 
-from .checkpoints import chat_tokenizer, clip_tokenizer, image_vae, seeded, t5_tokenizer
+from .checkpoints import chat_tokenizer, clip_tokenizer, flux, image_vae, seeded, t5_tokenizer
 from .classic_parts import clip_text_config, t5
 
 # -- Stable Diffusion 3 -----------------------------------------------------------------------------------------------
@@ -53,6 +54,14 @@ def sd3(folder: Path, *, with_t5: bool = True) -> None:
 def sd3_without_t5(folder: Path) -> None:
     """The same without its largest text encoder, as it is often served."""
     sd3(folder, with_t5=False)
+
+
+# -- Flux Kontext -----------------------------------------------------------------------------------------------------
+
+
+def flux_kontext(folder: Path) -> None:
+    """Flux that may begin with a picture."""
+    flux(folder, FluxKontextPipeline)
 
 
 # -- Flux 2 -----------------------------------------------------------------------------------------------------------
@@ -135,6 +144,7 @@ def flux2_klein_base(folder: Path) -> None:
 IMAGE_BUILDERS: dict[str, Callable[[Path], None]] = {
     "sd3": sd3,
     "sd3_without_t5": sd3_without_t5,
+    "flux_kontext": flux_kontext,
     "flux2": flux2,
     "flux2_klein": flux2_klein,
     "flux2_klein_base": flux2_klein_base,

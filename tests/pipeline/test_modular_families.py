@@ -17,7 +17,7 @@ import pytest
 import torch
 from PIL import Image
 
-from triptych.config import ModelConfig
+from triptych.config import ModelConfig, Task
 from triptych.errors import BadRequest, ModelError
 from triptych.ids import Role
 from triptych.pipeline.load import load_pipeline
@@ -25,7 +25,7 @@ from triptych.pipeline.stage import Clip
 from triptych.worker.media import encode_clip
 
 from .classic_harness import png
-from .harness import Trio, finish, post
+from .harness import Trio, finish, lone_folder, post
 from .modular_image_checkpoints import flux2
 from .parity import assert_alike
 
@@ -38,6 +38,7 @@ VIDEO = {"prompt": "a cat runs", "negative_prompt": "bad", "height": 32, "width"
 REQUESTS: dict[str, dict[str, Any]] = {
     "sd3": IMAGE | {"negative_prompt": "bad", "guidance_scale": 6.0},
     "sd3_without_t5": IMAGE | {"negative_prompt": "bad", "guidance_scale": 6.0},
+    "flux_kontext": IMAGE | {"guidance_scale": 2.5},
     "flux2": IMAGE | {"guidance_scale": 4.0, "max_sequence_length": 256},  # the prompt stands behind 200 tokens
     "flux2_klein": IMAGE,
     "flux2_klein_base": IMAGE | {"guidance_scale": 4.0},
@@ -49,6 +50,9 @@ REQUESTS: dict[str, dict[str, Any]] = {
 
 WITH_PICTURE = {"ltx": "LTXImageToVideoPipeline", "ltx2": "LTX2ImageToVideoPipeline"}
 """Family to the classic class that begins with a picture."""
+
+MAY_HAVE_PICTURES = ("flux_kontext", "flux2", "flux2_klein", "flux2_klein_base", "helios")
+"""Families whose requests may begin with a picture, so that their encoders have the VAE."""
 
 ROUND = ("ltx", "ltx2", "sd3", "sd3_without_t5")
 """Families whose frames may differ from the classic ones by rounding; all others are equal to the last bit.
@@ -74,6 +78,8 @@ class Both:
         generator = torch.Generator("cpu").manual_seed(arguments.pop("seed"))
         count = arguments.pop("n", 1)
         arguments |= {n: count for n in ("num_images_per_prompt", "num_videos_per_prompt") if n in accepted}
+        if "max_area" in accepted:  # of which height and width are the aspect
+            arguments["max_area"] = arguments["height"] * arguments["width"]
         if "frame_rate" in accepted:
             arguments["frame_rate"] = float(arguments.pop("fps"))
         if "guidance_scale" in arguments and "guidance_scale" not in accepted:
@@ -112,7 +118,8 @@ def both(checkpoint: Callable[[str], Path], tmp_path_factory: pytest.TempPathFac
             absent = dict.fromkeys(("text_encoder_3", "tokenizer_3")) if family == "sd3_without_t5" else {}
             whole: Any = DiffusionPipeline.from_pretrained(str(folder), **absent)
             whole.set_progress_bar_config(disable=True)
-            made[family] = Both(Trio(folder, tmp_path_factory.mktemp(family)), whole)
+            work, keeps = tmp_path_factory.mktemp(family), ("vae",) if family in MAY_HAVE_PICTURES else ()
+            made[family] = Both(Trio(folder, work, encoder_keeps=keeps), whole)
         return made[family]
 
     return get
@@ -152,7 +159,8 @@ def test_flux2_with_the_processor_of_published_models(tmp_path: Path) -> None:
     flux2(tmp_path / "model", with_processor=True)
     whole: Any = DiffusionPipeline.from_pretrained(str(tmp_path / "model"))
     whole.set_progress_bar_config(disable=True)
-    Both(Trio(tmp_path / "model", tmp_path / "roles"), whole).check("flux2", REQUESTS["flux2"] | {"seed": 7})
+    trio = Trio(tmp_path / "model", tmp_path / "roles", encoder_keeps=("vae",))
+    Both(trio, whole).check("flux2", REQUESTS["flux2"] | {"seed": 7})
 
 
 @pytest.mark.parametrize("family", ["ltx", "helios", "hunyuan_video15"])
@@ -183,6 +191,68 @@ def test_a_clip_may_begin_with_a_picture(both: Callable[[str], Both], tmp_path: 
     assert all(np.abs(clip.audio - samples).max() <= SOUND_TOLERANCE for samples in sounds)
 
 
+@pytest.mark.parametrize(
+    ("family", "changes", "sizes"),
+    [
+        ("flux_kontext", {"num_inference_steps": 1}, [(96, 64)]),
+        ("flux2", {"n": 2}, [(96, 64), (64, 64)]),
+        ("flux2", {"height": None, "width": None}, [(96, 64), (64, 64)]),
+        ("flux2_klein", {}, [(100, 70)]),
+        ("flux2_klein", {"height": None, "width": None}, [(100, 70)]),
+        ("flux2_klein_base", {"guidance_scale": 3.0}, [(64, 80)]),
+        ("helios", {"num_frames": 33}, [(64, 32)]),
+    ],
+)
+def test_a_picture_that_may_be_given_is_used_as_by_the_classic_pipeline(
+    both: Callable[[str], Both], family: str, changes: dict[str, Any], sizes: list[tuple[int, int]]
+) -> None:
+    """By the same roles as text alone. A size that is not asked for is the picture's."""
+    trio = both(family).trio
+    files = [png(*size, seed=number) for number, size in enumerate(sizes)]
+    pictures = [Image.open(io.BytesIO(file)).convert("RGB") for file in files]
+    request = {name: value for name, value in (REQUESTS[family] | changes).items() if value is not None} | {"seed": 5}
+    several = trio.pipelines[Role.ENCODER].schema.param("image").type == "images"
+    blobs = [{"blob": number} for number in range(len(files))]
+    clips = trio.generate(request | {"image": blobs if several else blobs[0]}, files)
+    expected, _ = both(family).expected(request | {"image": pictures if several else pictures[0]})
+    assert len(clips) == len(expected)
+    for clip, frames in zip(clips, expected, strict=True):
+        assert clip.frames.std() > 1
+        assert clip.frames.shape == frames.shape
+        assert_alike(clip.frames, frames, rounds=family in ROUND)
+    if "height" in request:
+        without = trio.generate(request)
+        assert (clips[0].frames != without[0].frames).any()
+
+
+@pytest.mark.parametrize("size", [(63, 64), (64, 520)])
+def test_a_picture_that_the_pipeline_would_refuse_is_the_callers_fault(
+    both: Callable[[str], Both], size: tuple[int, int]
+) -> None:
+    request = REQUESTS["flux2_klein"] | {"seed": 1, "image": [{"blob": 0}]}
+    with pytest.raises(BadRequest, match=f"image: the picture is {size[0]}x{size[1]}; this model takes"):
+        both("flux2_klein").trio.encoded(request, [png(*size)])
+
+
+@pytest.mark.parametrize(
+    ("task", "required", "loads"), [(None, False, True), ("image-to-image", True, True), ("text-to-image", None, False)]
+)
+def test_a_task_says_whether_there_is_a_picture(
+    checkpoint: Callable[[str], Path], tmp_path: Path, task: Task | None, required: bool | None, loads: bool
+) -> None:
+    """One that begins with text does without the VAE's weights in the encoder."""
+    folder = lone_folder(checkpoint("flux2_klein"), Role.ENCODER, tmp_path / "model", keeps=("vae",) if loads else ())
+    schema = load_pipeline(ModelConfig(path=str(folder), device="cpu", task=task), (Role.ENCODER,), "cpu").schema
+    image = schema.param("image")
+    assert (None if image is None else image.required) == required
+    assert schema.task == (task or "text-to-image")
+    height = schema.param("height")
+    assert height is not None
+    given = {"image": [{"blob": 0}]}
+    assert height.default_beside({}) == (None if required else 1024)
+    assert height.default_beside(given) == (None if loads else 1024)
+
+
 def modular_only(folder: Path, target: Path, **changes: Any) -> Path:
     """The model in ``folder`` as a modular pipeline saves it, without the other index."""
     shutil.copytree(folder, target)
@@ -200,7 +270,8 @@ def modular_only(folder: Path, target: Path, **changes: Any) -> Path:
 def test_a_folder_with_a_modular_index_alone_is_served(
     both: Callable[[str], Both], checkpoint: Callable[[str], Path], tmp_path: Path
 ) -> None:
-    trio = Trio(modular_only(checkpoint("flux2_klein"), tmp_path / "model"), tmp_path / "roles")
+    folder = modular_only(checkpoint("flux2_klein"), tmp_path / "model")
+    trio = Trio(folder, tmp_path / "roles", encoder_keeps=("vae",))
     Both(trio, both("flux2_klein").whole).check("flux2_klein", REQUESTS["flux2_klein"] | {"seed": 5})
     assert trio.pipelines[Role.ENCODER].schema.pipeline == "Flux2KleinModularPipeline"
 
@@ -280,7 +351,7 @@ def test_interleaved_chunks_are_those_of_runs_alone(both: Callable[[str], Both])
 
 def test_a_pyramid_takes_its_steps_by_stages(checkpoint: Callable[[str], Path], tmp_path: Path) -> None:
     """The classic class cannot be compared with: it fails on the CPU, where it views what is not contiguous."""
-    trio = Trio(checkpoint("helios_pyramid"), tmp_path)
+    trio = Trio(checkpoint("helios_pyramid"), tmp_path, encoder_keeps=("vae",))
     request = VIDEO | {"height": 64, "num_frames": 33, "num_inference_steps": 6, "max_sequence_length": 32, "seed": 1}
     inbox = trio.encoded(request)
     run = trio.start(Role.DENOISER, request, inbox)

@@ -46,7 +46,7 @@ def test_a_task_that_nothing_does_is_refused_with_those_that_can_be() -> None:
 @pytest.mark.parametrize(
     ("pipeline", "task", "instead"),
     [
-        ("HeliosPipeline", "text-to-image", "text-to-video"),
+        ("HeliosPipeline", "text-to-image", "text-to-video, image-to-video"),
         ("StableDiffusionXLControlNetPipeline", "text-to-image", "image-to-image"),
     ],
 )
@@ -60,6 +60,7 @@ def test_a_task_that_a_class_is_listed_for_but_does_not_do_is_refused(pipeline: 
 def test_a_task_that_no_list_has_a_class_for_may_be_its_own() -> None:
     index = {"_class_name": "HeliosPipeline"}
     assert for_task(index, "text-to-video") == index
+    assert for_task(index, "image-to-video") == index
 
 
 def test_a_class_that_cannot_be_split_is_left_to_say_why() -> None:

@@ -285,8 +285,8 @@ def _fill(params: Mapping[str, Param], values: dict[str, Any]) -> None:
             continue
         if param.required:
             raise BadRequest(name, f"{name}: is required", code="missing_field")
-        if param.default is not None:
-            values[name] = param.default
+        if (default := param.default_beside(values)) is not None:
+            values[name] = default
         elif name == "seed":
             values[name] = secrets.randbelow(_FRESH_SEED_LIMIT)
 

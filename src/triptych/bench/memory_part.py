@@ -125,13 +125,14 @@ def request(schema: RequestSchema, said: dict[str, int]) -> tuple[dict[str, Any]
     params: dict[str, Any] = {"prompt": _PROMPT, "seed": 0, **said}
     params = {name: value for name, value in params.items() if schema.param(name) is not None}
     image = schema.param("image")
-    if image is None:
+    if image is None or not image.required:
         return params, []
     sides: list[Any] = [params.get(n) or getattr(schema.param(n), "default", None) or 64 for n in ("height", "width")]
     pixels = np.random.default_rng(0).integers(0, 255, (sides[0], sides[1], 3), dtype=np.uint8)
     file = io.BytesIO()
     Image.fromarray(pixels).save(file, "png")
-    return {**params, "image": {"blob": 0}}, [file.getvalue()]
+    blob = {"blob": 0}
+    return {**params, "image": [blob] if image.type == "images" else blob}, [file.getvalue()]
 
 
 def _send(path: Path, output: StageOutput) -> None:

@@ -23,7 +23,8 @@ from triptych.errors import ModelError
 from triptych.ids import ROLES, Role
 from triptych.pipeline.anatomy import anatomy_of
 from triptych.pipeline.cut import Cut, cut
-from triptych.pipeline.known import begins_with_picture, modular_counterpart
+from triptych.pipeline.families import family_of
+from triptych.pipeline.known import modular_counterpart, whether_picture
 from triptych.pipeline.replay_load import owned_components, pipeline_class
 from triptych.pipeline.source import index_components, read_index, resolve_source
 from triptych.pipeline.standin import component_class
@@ -34,9 +35,9 @@ Split = Literal["modular", "replay"]
 
 TESTED = frozenset(
     {"CogVideoXImageToVideoPipeline", "CogVideoXPipeline", "Flux2KleinPipeline", "Flux2Pipeline", "FluxImg2ImgPipeline",
-     "FluxInpaintPipeline", "FluxPipeline", "GlmImagePipeline", "HeliosPipeline", "HunyuanImagePipeline",
-     "HunyuanVideo15Pipeline", "HunyuanVideoPipeline", "LTX2ImageToVideoPipeline", "LTX2Pipeline",
-     "LTXImageToVideoPipeline", "LTXPipeline",
+     "FluxInpaintPipeline", "FluxKontextPipeline", "FluxPipeline", "GlmImagePipeline", "HeliosPipeline",
+     "HunyuanImagePipeline", "HunyuanVideo15Pipeline", "HunyuanVideoPipeline", "LTX2ImageToVideoPipeline",
+     "LTX2Pipeline", "LTXImageToVideoPipeline", "LTXPipeline",
      "MochiPipeline", "PixArtSigmaPipeline", "QwenImageEditPipeline", "QwenImageEditPlusPipeline",
      "QwenImageImg2ImgPipeline", "QwenImageInpaintPipeline", "QwenImageLayeredPipeline", "QwenImagePipeline",
      "SanaPipeline", "StableDiffusion3Pipeline", "StableDiffusionPipeline", "StableDiffusionXLImg2ImgPipeline",
@@ -56,6 +57,8 @@ class Capability:
     """How it is split; None when it is refused."""
     task: str = ""
     """E.g. ``text-to-video``; empty when refused."""
+    same: tuple[str, ...] = ()
+    """Tasks that it does too, as a request says: those that begin with a picture, where that is optional."""
     also: tuple[str, ...] = ()
     """Tasks that ``--task`` gets out of the same weights."""
     blocks: str = ""
@@ -64,6 +67,11 @@ class Capability:
     """What several GPUs of one instance can share."""
     reason: str = ""
     """Why it is refused."""
+
+    @property
+    def tasks(self) -> tuple[str, ...]:
+        """What it does as it stands."""
+        return (self.task, *self.same) if self.task else ()
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -101,13 +109,13 @@ def for_task(index: dict[str, Any], task: str | None) -> dict[str, Any]:
     if kind is not None:
         asked = {**index, "_class_name": kind}
         found = _capability(asked)
-        if found.split is None or found.task == task:  # whatever cannot be split is refused with its own reason
+        if found.split is None or task in found.tasks:  # whatever cannot be split is refused with its own reason
             return asked
     own = _capability(index)
-    if own.task == task:
+    if task in own.tasks:
         return index
-    tasks = [task for task in (own.task, *_other_tasks(own.pipeline)) if task]
-    raise ModelError(f"{own.pipeline} cannot be served for {task}, only for {', '.join(tasks) or 'nothing'}")
+    tasks = ", ".join((*own.tasks, *_other_tasks(own.pipeline)))
+    raise ModelError(f"{own.pipeline} cannot be served for {task}, only for {tasks or 'nothing'}")
 
 
 def model_capability(model: str, revision: str | None = None) -> Capability:
@@ -143,7 +151,7 @@ def _with_tasks(found: Capability) -> Capability:
 def _other_tasks(pipeline: str) -> Iterator[str]:
     for task in LISTS:
         kind = sibling(pipeline, task)
-        if kind not in (None, pipeline) and _own_capability(kind).task == task:
+        if kind not in (None, pipeline) and task in _own_capability(kind).tasks:
             yield task
 
 
@@ -158,7 +166,8 @@ def _capability(index: dict[str, Any]) -> Capability:
         if modular_counterpart(index) is not None:
             blocks, parts = _cut(index)
             ways = modular_ways(parts)
-            return Capability(pipeline=pipeline, split="modular", task=_task(parts), blocks=blocks, ways=ways)
+            task, *more = _tasks_of(parts)
+            return Capability(pipeline=pipeline, split="modular", task=task, same=tuple(more), blocks=blocks, ways=ways)
         kind = pipeline_class(pipeline)
         anatomy = anatomy_of(kind)
     except ModelError as error:
@@ -261,7 +270,8 @@ def markdown(rows: Iterable[Capability]) -> str:
 
 
 def _tasks(row: Capability) -> str:
-    return f"{row.task}; --task {', '.join(row.also)}" if row.also else row.task
+    own = ", ".join(row.tasks)
+    return f"{own}; --task {', '.join(row.also)}" if row.also else own
 
 
 def _ways(row: Capability) -> str:
@@ -279,11 +289,13 @@ def _cut(index: dict[str, Any]) -> tuple[str, Cut]:
     name = modular_counterpart(index)
     assert name is not None
     blocks: Any = getattr(diffusers, getattr(diffusers, name).default_blocks_name)
-    return name, cut(name, blocks(), picture=begins_with_picture(index))
+    return name, cut(name, blocks(), picture=whether_picture(index, family_of(name)))
 
 
-def _task(parts: Cut) -> str:
-    return f"{'image' if 'image' in parts.given else 'text'}-to-{'video' if 'videos' in parts.outputs else 'image'}"
+def _tasks_of(parts: Cut) -> tuple[str, ...]:
+    output = "video" if "videos" in parts.outputs else "image"
+    starts = ("image",) if "image" in parts.given else ("text", "image") if "image" in parts.optional else ("text",)
+    return tuple(f"{start}-to-{output}" for start in starts)
 
 
 def _block_parts(parts: Cut, present: dict[str, tuple[str, str]]) -> Iterator[Part]:

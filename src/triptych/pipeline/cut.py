@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal
 
 from triptych.errors import ModelError
 from triptych.ids import Role
@@ -45,18 +45,24 @@ class Cut:
     """The blocks of each part that run for this model's requests, conditional branches resolved."""
     given: frozenset[str]
     """Conditioning inputs that every request has: the prompt, and the image where the model cannot do without."""
+    optional: frozenset[str] = frozenset()
+    """Conditioning inputs that a request may have."""
 
 
-def cut(pipeline_class: str, blocks: Any, *, picture: bool = False) -> Cut:
+def cut(pipeline_class: str, blocks: Any, *, picture: Literal["needed", "optional", "unsaid"] = "unsaid") -> Cut:
     """Cut ``blocks`` into the roles; raises `ModelError` when they have no top-level denoise block.
 
-    ``picture``: requests begin with one, also where the blocks could do without.
+    ``picture``: whether requests begin with one, or may, where the blocks could do without; if nothing is said of it,
+    only where they could not.
     """
     names = list(blocks.sub_blocks)
     if DENOISE not in names:
         raise ModelError(f"{pipeline_class} cannot be split: none of its blocks {names} is named {DENOISE!r}")
     at = names.index(DENOISE)
-    given, executed = _executed(pipeline_class, blocks, picture)
+    given, executed = _executed(pipeline_class, blocks, picture == "needed")
+    optional = frozenset({"image"} if picture == "optional" else ()) - given
+    if optional:  # what runs with a picture loads all that is loaded without
+        executed = blocks.get_execution_blocks(**dict.fromkeys((*given, *optional), True))
     sections = {Role.ENCODER: names[:at], Role.DENOISER: [DENOISE], Role.DECODER: names[at + 1 :]}
     parts = {role: _sequence({name: blocks.sub_blocks[name] for name in section}) for role, section in sections.items()}
     return Cut(
@@ -70,6 +76,7 @@ def cut(pipeline_class: str, blocks: Any, *, picture: bool = False) -> Cut:
             for role, section in sections.items()
         },
         given=given,
+        optional=optional,
     )
 
 

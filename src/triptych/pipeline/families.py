@@ -40,8 +40,16 @@ class Pictures:
     most: int = 1
     """Most pictures to start from; above 1 the pipeline gets a list."""
     whole: bool = False
-    """They go in as they are: the pipeline resizes them itself, and makes its output in their shape if not told else.
-    Otherwise they are cut to the size that is asked for."""
+    """They go in as they are: the pipeline resizes them itself, and makes its output in their shape if not told else
+    (but see `follows`). Otherwise they are cut to the size that is asked for."""
+    follows: bool = True
+    """Of `whole` ones: the output has their shape, and not a size of its own."""
+    optional: bool = False
+    """A request may do without, and is then one of text alone."""
+    least_side: int = 1
+    """The pipeline refuses those with a side of fewer pixels."""
+    most_aspect: float = float("inf")
+    """The pipeline refuses those whose longer side is more than so many times the other."""
     mode: Literal["RGB", "RGBA"] = "RGB"
     pair_setting: str | None = None
     """The transformer's setting by which it says that it goes from a first to a last picture, and needs both."""
@@ -118,7 +126,11 @@ _WAN_I2V = replace(
 )
 _WAN22 = replace(_WAN, preset=replace(_WAN.preset, num_inference_steps=40, guidance_scale=4.0))
 # Its blocks, and those of HunyuanVideo-1.5, prepare a part of what the loop needs for one output alone.
-_HELIOS = Family(preset=Preset(fps=24, guidance_scale=5.0, max_frames=1452, max_n=1), exact_timestep=True)
+_HELIOS = Family(
+    preset=Preset(fps=24, guidance_scale=5.0, max_frames=1452, max_n=1),
+    pictures=Pictures(optional=True),
+    exact_timestep=True,
+)
 # The audio autoencoder decodes with the decoder role; the denoiser asks how long and how wide its latents are.
 _LTX2 = Family(
     preset=Preset(height=512, width=768, num_frames=121), latent_patch=1, facts_only=frozenset({"audio_vae", "vae"})
@@ -129,6 +141,8 @@ _QWEN = Family(
     )
 )
 _QWEN_EDIT = replace(_QWEN, preset=replace(_QWEN.preset, height=None, width=None), pictures=Pictures(whole=True))
+
+_FLUX2_PICTURES = Pictures(whole=True, most=MANY_PICTURES, optional=True, least_side=64, most_aspect=8)
 
 MODULAR_NAMES: dict[str, str] = {
     "FluxPipeline": "flux",
@@ -233,11 +247,14 @@ FAMILIES: dict[str, Family] = {
     ),
     # As published and in the classic pipeline, with its line break; the blocks have a space there.
     "Flux2ModularPipeline": Family(
+        pictures=_FLUX2_PICTURES,
         system_message="You are an AI that reasons about image descriptions. You give structured responses focusing on "
-        "object relationships, object\nattribution and actions without speculation."
+        "object relationships, object\nattribution and actions without speculation.",
     ),
-    "Flux2KleinModularPipeline": Family(preset=Preset(num_inference_steps=4)),
-    "Flux2KleinBaseModularPipeline": Family(preset=Preset(guidance_scale=4.0)),
+    "Flux2KleinModularPipeline": Family(preset=Preset(num_inference_steps=4), pictures=_FLUX2_PICTURES),
+    "Flux2KleinBaseModularPipeline": Family(preset=Preset(guidance_scale=4.0), pictures=_FLUX2_PICTURES),
+    # Of a picture it makes about a megapixel, and looks at that.
+    "FluxKontextModularPipeline": Family(pictures=Pictures(whole=True, follows=False, optional=True)),
     "LTXModularPipeline": Family(preset=Preset(guidance_scale=3.0), latent_patch=1, encoder_needs_guider=True),
     "LTX2ModularPipeline": _LTX2,
     "LTX25ModularPipeline": _LTX2,

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Mapping
-from typing import Any
+from typing import Any, Literal
 
 from triptych.errors import ModelError
-from triptych.pipeline.families import MODULAR_NAMES, PICTURE_NAMES
+from triptych.pipeline.families import MODULAR_NAMES, PICTURE_NAMES, Family
 from triptych.pipeline.tasks import automatic_pipelines
 
 REPLAYED = frozenset({"StableDiffusionXLPipeline"})
@@ -50,9 +50,16 @@ def modular_name(classic: str) -> str | None:
     return MODULAR_NAMES.get(classic) or PICTURE_NAMES.get(classic) or _automatic_names().get(classic)
 
 
-def begins_with_picture(index: Mapping[str, Any]) -> bool:
-    """Whether a model must be given a picture that its blocks could do without."""
-    return index["_class_name"] in PICTURE_NAMES
+def whether_picture(
+    index: Mapping[str, Any], family: Family, task: str | None = None
+) -> Literal["needed", "optional", "unsaid"]:
+    """Whether a model is given a picture that its blocks could do without; see `cut`. ``task`` is what is asked of
+    it."""
+    if index["_class_name"] in PICTURE_NAMES:
+        return "needed"
+    if not family.pictures.optional or task in ("text-to-image", "text-to-video"):
+        return "unsaid"
+    return "optional" if task is None else "needed"
 
 
 @functools.cache

@@ -17,7 +17,7 @@ from triptych.ids import ROLES, Role
 from triptych.pipeline.cut import cut
 from triptych.pipeline.families import family_of
 from triptych.pipeline.fingerprint import fingerprint
-from triptych.pipeline.known import begins_with_picture, modular_counterpart
+from triptych.pipeline.known import modular_counterpart, whether_picture
 from triptych.pipeline.loading import Loading, WarmUp
 from triptych.pipeline.lora import attach, identities, with_adapters
 from triptych.pipeline.modular import LoadedRole, ModularRolePipeline
@@ -61,7 +61,8 @@ class _Plan:
         self._kind = type(whole).__name__
         self._family = family_of(self._kind)
         blocks = instruct(pass_on(whole.blocks, self._family.pictures.as_given), self._family.system_message)
-        self._parts = cut(self._kind, blocks, picture=begins_with_picture(index))
+        picture = whether_picture(index, self._family, model.task)
+        self._parts = cut(self._kind, blocks, picture=picture)
         self._owners = self._needed(own)
         if model.previews and any(entry.name == CHUNK for entry in self._parts.inputs):
             raise ConfigError(f"previews: {self._kind} denoises chunk after chunk, in a loop that is closed")

@@ -8,6 +8,9 @@ from typing import Any
 COUNT_INPUTS = ("num_videos_per_prompt", "num_images_per_prompt")
 """What pipelines call the number of outputs."""
 
+AREA = "max_area"
+"""What pipelines that take height and width for an aspect alone call the pixels that they make."""
+
 STAGE_STEPS = "pyramid_num_inference_steps_list"
 """What pipelines that go from small to large call the steps of each size."""
 

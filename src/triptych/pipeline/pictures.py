@@ -28,18 +28,26 @@ _CLIPS = {
 
 
 def picture_params(
-    pictures: Pictures, declared: Collection[str], given: Collection[str], *, paired: bool
+    pictures: Pictures,
+    declared: Collection[str],
+    given: Collection[str],
+    *,
+    paired: bool,
+    optional: Collection[str] = (),
 ) -> Iterator[Param]:
     """The parameters for pictures and clips among the inputs that a pipeline has ``declared``.
 
-    ``given`` are those that it cannot do without. ``paired``: the model goes from a first picture to a last one.
+    ``given`` are those that it cannot do without, ``optional`` others that it begins with where they are there.
+    ``paired``: the model goes from a first picture to a last one.
     """
-    if "image" in given:
+    if "image" in given or "image" in optional:
+        needed = "image" in given
         if pictures.most > 1:
-            yield Param(name="image", type="images", required=True, max_length=pictures.most,
+            yield Param(name="image", type="images", required=needed, nullable=not needed, max_length=pictures.most,
                         description="The pictures to start from, in the order of the prompt.")  # fmt: skip
         else:
-            yield Param(name="image", type="image", required=True, description="The picture to start from.")
+            yield Param(name="image", type="image", required=needed, nullable=not needed,
+                        description="The picture to start from.")  # fmt: skip
     if MASK in given:
         yield Param(name=MASK, type="image", required=True,
                     description="Where the picture is made anew: white, or transparent.")  # fmt: skip
@@ -70,14 +78,24 @@ def opened(pictures: Pictures, params: Mapping[str, Any], files: Sequence[bytes]
             case {"blob": blob} if name in pictures.clips and size is not None:
                 found[name] = _clip(name, _file(name, blob, files), size, params.get("num_frames"))
             case {"blob": blob}:
-                found[name] = _picture(name, _file(name, blob, files), pictures.mode, size)
+                found[name] = _fitting(pictures, name, _picture(name, _file(name, blob, files), pictures.mode, size))
             case [*references] if references:
-                found[name] = [
-                    _picture(name, _file(name, item["blob"], files), pictures.mode, size) for item in references
-                ]
+                several = (_picture(name, _file(name, item["blob"], files), pictures.mode, size) for item in references)
+                found[name] = [_fitting(pictures, name, picture) for picture in several]
             case _:
                 continue
     return found
+
+
+def _fitting(pictures: Pictures, name: str, picture: Image.Image) -> Image.Image:
+    short, long = sorted(picture.size)
+    if short < pictures.least_side or long > pictures.most_aspect * short:
+        raise BadRequest(
+            name,
+            f"{name}: the picture is {picture.width}x{picture.height}; this model takes those of at least "
+            f"{pictures.least_side} pixels a side, one at most {pictures.most_aspect:g} times the other",
+        )
+    return picture
 
 
 def _clip(name: str, data: bytes, size: tuple[int, int], frames: int | None) -> list[Image.Image]:

@@ -12,7 +12,7 @@ import torch
 from triptych.config import CFG
 from triptych.errors import BadRequest, ConfigError
 from triptych.pipeline.families import Family
-from triptych.pipeline.names import COUNT_INPUTS, GUIDERS, SCALES, STAGE_STEPS
+from triptych.pipeline.names import AREA, COUNT_INPUTS, GUIDERS, SCALES, STAGE_STEPS
 from triptych.pipeline.pictures import opened
 from triptych.wire.adapters import read_adapters
 from triptych.wire.schema import Param, RequestSchema
@@ -35,7 +35,9 @@ def complete(schema: RequestSchema, params: Mapping[str, Any]) -> dict[str, Any]
         if schema.param(name) is None:
             known = ", ".join(param.name for param in schema.params)
             raise BadRequest(name, f"{name}: {schema.pipeline} takes no such parameter, only {known}")
-    found = {param.name: _checked(param, params.get(param.name, param.default)) for param in schema.params}
+    found = {
+        param.name: _checked(param, params.get(param.name, param.default_beside(params))) for param in schema.params
+    }
     if (objection := schema.too_large(found)) is not None:
         raise BadRequest("size", f"size: {objection}")
     for param in schema.params:
@@ -63,7 +65,7 @@ def with_defaults(schema: RequestSchema, defaults: Mapping[str, _Scalar]) -> Req
         except BadRequest as error:
             raise ConfigError(f"--default {error.message}") from error
     params = tuple(
-        msgspec.structs.replace(param, default=defaults[param.name]) if param.name in defaults else param
+        msgspec.structs.replace(param, default=defaults[param.name], unless="") if param.name in defaults else param
         for param in schema.params
     )
     changed = msgspec.structs.replace(schema, params=params)
@@ -109,6 +111,8 @@ def first_state(
     known["generator"] = torch.Generator("cpu").manual_seed(secrets.randbits(53) if seed is None else seed)
     known |= dict.fromkeys(COUNT_INPUTS, params.get("n", 1))
     known["output_type"] = "pt"
+    if params.get("height") and params.get("width"):
+        known[AREA] = params["height"] * params["width"]
     if params.get("fps") is not None:
         known["frame_rate"] = float(params["fps"])
     inputs = list(inputs)

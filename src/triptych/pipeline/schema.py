@@ -149,7 +149,8 @@ class _Builder:
     def _pictures(self) -> list[Param]:
         pictures = self._family.pictures
         paired = bool(pictures.pair_setting and _config(self._whole, "transformer", pictures.pair_setting))
-        return list(picture_params(pictures, self._inputs, self._parts.given, paired=paired))
+        given, optional = self._parts.given, self._parts.optional
+        return list(picture_params(pictures, self._inputs, given, paired=paired, optional=optional))
 
     def _strength(self) -> list[Param]:
         if "image" not in self._parts.given or "strength" not in self._inputs:
@@ -159,15 +160,18 @@ class _Builder:
                       description="How much of the picture is made anew; 1 is all.")]  # fmt: skip
 
     def _side(self, name: str) -> list[Param]:
-        follows = self._family.pictures.whole
+        pictures = self._family.pictures
+        follows = pictures.whole and pictures.follows
         if follows and name not in self._inputs:
             return []
         multiple = self._side_multiple
         most = self._limit("max_side") or 2048
         default = self._default(name) or self._declared(name) or self._fact(f"default_{name}", 512)
         param = _stepped(name, default, multiple, 0, most, "Pixels.", least=multiple)
-        if follows:
+        if follows and "image" in self._parts.given:
             param = replace(param, default=None, nullable=True, description="Pixels; None follows the picture.")
+        if follows and "image" in self._parts.optional:
+            param = replace(param, nullable=True, unless="image", description="Pixels; with a picture, as it has.")
         return [param]
 
     def _video(self) -> list[Param]:

@@ -43,11 +43,17 @@ class Param(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
     """Characters of a string, or number of images."""
     needs: str = ""
     """The parameter without which this one is of no use."""
+    unless: str = ""
+    """The parameter beside which this one has no default."""
     off: float | None = None
     """Of a scale of classifier-free guidance: the value at which there is none."""
     description: str = ""
     option: LaunchOption | None = None
     """Of a parameter that is not the model's own."""
+
+    def default_beside(self, values: Mapping[str, Any]) -> bool | int | float | str | None:
+        """What applies where a request gives ``values`` and not this."""
+        return None if self.unless and values.get(self.unless) is not None else self.default
 
 
 class HandoffSize(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -122,7 +128,7 @@ class RequestSchema(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
     def without_defaults(self) -> RequestSchema:
         """What can be said at all, whatever applies where nothing is said."""
         return msgspec.structs.replace(
-            self, params=tuple(msgspec.structs.replace(param, default=None) for param in self.params)
+            self, params=tuple(msgspec.structs.replace(param, default=None, unless="") for param in self.params)
         )
 
     def too_large(self, params: Mapping[str, Any]) -> str | None:
