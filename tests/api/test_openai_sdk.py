@@ -5,6 +5,7 @@ from __future__ import annotations
 import base64
 import io
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 import msgspec
@@ -104,6 +105,22 @@ def test_a_remix_starts_from_the_same_picture(sdk: openai.OpenAI, house: Any) ->
     params, blobs = house.seen[-1]
     assert params["prompt"] == "a dog"
     assert blobs == (buffer.getvalue(),)
+
+
+def test_a_remix_starts_from_the_same_picture_also_when_that_is_long_ago(
+    make_house: Callable[..., Any], picture: bytes, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Symptom: after a restart, or 64 MiB of newer pictures, only a video's picture was not there any more."""
+    monkeypatch.setattr("triptych.api.desk.PICTURE_BYTES", 0)  # forgotten at once, as by a new process
+    with (
+        make_house(state_dir=tmp_path / "state") as house,
+        openai.OpenAI(base_url=f"{house.url}/v1", api_key="x") as sdk,
+    ):
+        source = sdk.videos.create_and_poll(prompt="a cat", input_reference=("cat.png", picture))
+        remix = sdk.videos.poll(sdk.videos.remix(source.id, prompt="a dog").id)
+        assert remix.status == "completed"
+        params, blobs = house.seen[-1]
+        assert (params["prompt"], blobs) == ("a dog", (picture,))
 
 
 def test_a_model_without_prompt_is_used_with_an_empty_one(

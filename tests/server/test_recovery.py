@@ -6,7 +6,7 @@ import asyncio
 import threading
 from collections.abc import AsyncIterator
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import pytest
 
@@ -167,11 +167,13 @@ async def test_the_time_of_a_paused_job_is_remembered_too(estate: Estate) -> Non
     assert estate.service.get(job.id).view.waiting_seconds >= before.waiting_seconds > 0.3
 
 
-async def test_uploaded_images_survive_until_the_job_ends(estate: Estate) -> None:
+@pytest.mark.parametrize("output", ["video", "image"])
+async def test_uploaded_images_survive_until_the_job_ends(estate: Estate, output: Literal["video", "image"]) -> None:
+    """Those of a video until it is deleted, for it may be remixed."""
     puppet = estate.add(hold=ENCODER)
     await estate.ready()
     params = {"prompt": "x", "image": {"blob": 0}}
-    job = await estate.service.submit(params, output="video", images=[b"picture", b"other"])
+    job = await estate.service.submit(params, output=output, images=[b"picture", b"other"])
     await until(lambda: puppet.held, "the stage")
     puppet.crash()
     await estate.restart(router=QUICK)
@@ -179,7 +181,24 @@ async def test_uploaded_images_survive_until_the_job_ends(estate: Estate) -> Non
     another = estate.add()
     assert (await estate.end(job.id)).view.state is JobState.DONE
     assert next(blobs for lease, _, blobs in another.seen if lease.role is ENCODER) == (b"picture", b"other")
+    if output == "video":
+        await estate.restart()
+        assert await estate.service.images(job.id) == (b"picture", b"other")
+        await estate.service.delete(job.id)
     await until(lambda: not estate.images(), "the images being removed")
+
+
+async def test_images_that_are_kept_count_as_bytes_of_media(estate: Estate) -> None:
+    await estate.restart(retained_bytes=100_000)
+    estate.add()
+    await estate.ready()
+    params = {"prompt": "x", "image": {"blob": 0}}
+    for _ in range(3):
+        job = await estate.service.submit(params, output="video", images=[bytes(60_000)])
+        await estate.end(job.id)
+    await until(lambda: estate.images() == {f"{job.id}.images"}, "the older ones being forgotten")
+    await estate.restart(retained_bytes=100_000)
+    assert estate.images() == {f"{job.id}.images"}
 
 
 async def test_a_job_whose_images_are_lost_fails_and_says_so(estate: Estate) -> None:

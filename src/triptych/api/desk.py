@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import OrderedDict
 from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -22,7 +23,7 @@ from triptych.api.room import share_of
 from triptych.api.timeouts import read_timeouts
 from triptych.api.views import metadata_of
 from triptych.config import MIB, ServerConfig
-from triptych.errors import BadRequest
+from triptych.errors import BadRequest, StorageFailed
 from triptych.ids import RequestId
 from triptych.server.records import JobRecord
 from triptych.server.service import DiffusionService
@@ -139,7 +140,7 @@ class Desk:
         given = {spoken.get(name, name) for name in (*uploads, *changed)}
         for name in pictures:
             if name in source.params and name not in given:
-                uploads[name] = self._recall(source, name)
+                uploads[name] = await self._recall(request, source, name)
         text = {k: v if isinstance(v, str) else str(v).lower() for k, v in fields.items() if v is not None}
         # Also the nulls of the body, so that an unknown field is refused whatever its value is.
         whole = Body(fields=body.fields | (text if body.form else fields) | changed, uploads=uploads, form=body.form)
@@ -162,9 +163,13 @@ class Desk:
             _, group = self._pictures.popitem(last=False)
             held -= sum(map(len, group))
 
-    def _recall(self, source: JobRecord, name: str) -> list[bytes]:
+    async def _recall(self, request: Request, source: JobRecord, name: str) -> list[bytes]:
         held = self._pictures.get(source.id)
         if held is None:
+            with suppress(StorageFailed):
+                held = await self._service.images(source.id)
+                share_of(request.scope).take(sum(map(len, held)))
+        if not held:
             raise BadRequest(
                 "input_reference",
                 f"input_reference: the picture that {source.id} started from is no longer kept; send it again",

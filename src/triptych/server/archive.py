@@ -27,6 +27,8 @@ class Remembered:
     """As they were uploaded; empty for a job that has ended."""
     lost: str = ""
     """Why its images cannot be had; empty when they can."""
+    kept_bytes: int = 0
+    """What its images take on the disk, of a job that has ended."""
 
 
 class Archive(Protocol):
@@ -51,6 +53,10 @@ class Archive(Protocol):
 
     async def settle(self) -> None:
         """Return once the notes so far are kept, or could not be: that is logged, and they are tried again."""
+        ...
+
+    async def images(self, request: RequestId) -> tuple[bytes, ...]:
+        """The images of a job; none where they were dropped. Raises `StorageFailed` for damaged ones."""
         ...
 
     async def drop_images(self, request: RequestId) -> None:
@@ -85,6 +91,10 @@ class NoArchive:
     async def settle(self) -> None:
         """Nothing to wait for."""
 
+    async def images(self, request: RequestId) -> tuple[bytes, ...]:
+        """None."""
+        return ()
+
     async def drop_images(self, request: RequestId) -> None:
         """There are none."""
 
@@ -106,11 +116,13 @@ class DiskArchive:
         """See `Archive.open`."""
         histories = replay(self._journal.open())
         self._uploads.open()
-        self._uploads.sweep({request for request, history in histories.items() if history.live})
+        self._uploads.sweep({request for request, history in histories.items() if history.live or _remixable(history)})
         return [self._remember(history) for history in histories.values()]
 
     def _remember(self, history: History) -> Remembered:
-        if not history.live or not history.accepted.images:
+        if not history.live:
+            return Remembered(history=history, kept_bytes=self._uploads.size(history.accepted.request))
+        if not history.accepted.images:
             return Remembered(history=history)
         try:
             return Remembered(history=history, images=self._uploads.load(history.accepted.request))
@@ -145,6 +157,12 @@ class DiskArchive:
         except (StorageFull, StorageFailed) as error:
             log.error("what became of some jobs is not written down yet: %s", error)
 
+    async def images(self, request: RequestId) -> tuple[bytes, ...]:
+        """See `Archive.images`."""
+        if not await asyncio.to_thread(self._uploads.size, request):
+            return ()
+        return await asyncio.to_thread(self._uploads.load, request)
+
     async def drop_images(self, request: RequestId) -> None:
         """See `Archive.drop_images`. Its end must be written first: a live job needs its images."""
         try:
@@ -163,3 +181,8 @@ class DiskArchive:
     def close(self) -> None:
         """See `Archive.close`."""
         self._journal.close()
+
+
+def _remixable(history: History) -> bool:
+    """Whether a job that has ended may be asked for once more with what it began with: videos may."""
+    return history.accepted.output == "video" and not history.deleting

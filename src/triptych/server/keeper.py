@@ -121,8 +121,13 @@ class Keeper:
         )
         await self._archive.accept(accepted, order.images)
         entry = entry_of(accepted)
+        entry.kept_bytes = sum(map(len, order.images)) if self._keeps_images(entry) else 0
         self.records.add(entry)
         return entry
+
+    async def images(self, entry: Entry) -> tuple[bytes, ...]:
+        """What was uploaded with a job, as far as it is kept. Raises `StorageFailed`."""
+        return await self._archive.images(entry.id)
 
     def revive(self, job: Remembered) -> Entry | None:
         """Remember a job of an earlier life as that left it; returns it if it has yet to be brought to its end.
@@ -131,6 +136,7 @@ class Keeper:
         """
         accepted = job.history.accepted
         entry = revive(job, self._media)
+        entry.kept_bytes = job.kept_bytes or (sum(map(len, job.images)) if self._keeps_images(entry) else 0)
         self._mint.after(entry.id)
         if job.history.deleting:
             self._forget(entry)
@@ -154,7 +160,7 @@ class Keeper:
         if entry.completed_at is not None:
             self._note_end(entry, view)
             self._save(entry)
-            if entry.images:
+            if entry.images and not self._keeps_images(entry):
                 self.spawn(self._archive.drop_images(entry.id))
 
     async def store(self, request: RequestId, files: Sequence[tuple[MediaFile, bytes]]) -> None:
@@ -241,6 +247,10 @@ class Keeper:
     def in_thread(self, call: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> asyncio.Future[T]:
         """Do something that blocks in the thread pool."""
         return asyncio.get_running_loop().run_in_executor(self._threads, functools.partial(call, *args, **kwargs))
+
+    def _keeps_images(self, entry: Entry) -> bool:
+        """Whether a job's images stay as long as it does: a video may be remixed."""
+        return entry.output == "video" and self._config.state_dir is not None
 
     def _note_end(self, entry: Entry, view: JobView) -> None:
         assert entry.completed_at is not None

@@ -94,6 +94,7 @@ class Entry:
         "files",
         "id",
         "images",
+        "kept_bytes",
         "key",
         "metadata",
         "output",
@@ -131,6 +132,8 @@ class Entry:
         """Name of its idempotency key; empty when it has none."""
         self.images = images
         """How many images were uploaded with it."""
+        self.kept_bytes = 0
+        """What these images take on the disk once it has ended."""
         self.saved: str | None = None
         """What went wrong when its files were brought to `SAVE_PATH`; empty when nothing did, None before."""
         self.timings_seen = 0
@@ -146,8 +149,8 @@ class Entry:
 
     @property
     def nbytes(self) -> int:
-        """Bytes of its media."""
-        return sum(file.nbytes for file in self.files)
+        """Bytes of its media, and of the images that are kept with it."""
+        return self.kept_bytes + sum(file.nbytes for file in self.files)
 
     def record(self, view: JobView | None = None) -> JobRecord:
         """The job as it was at its last update, or in ``view`` if that is newer."""

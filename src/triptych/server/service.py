@@ -197,6 +197,11 @@ class DiffusionService:
         """The job as it is now; raises `NotFound`."""
         return self._record(self._records.get(id))
 
+    async def images(self, id: RequestId) -> tuple[bytes, ...]:
+        """What was uploaded with a job, if it is kept: of videos, as long as they are, where there is a state folder.
+        Raises `NotFound` or `StorageFailed`."""
+        return await self._keeper.images(self._records.get(id))
+
     async def shared_file(self, id: RequestId, name: str) -> StoredFile | None:
         """A file of a job that this server does not know, from a media store that it shares with the one that does;
         None when there is none. Raises `StorageFailed`."""

@@ -1,4 +1,4 @@
-"""Uploaded images of live jobs, one file for each job beside the journal."""
+"""Uploaded images, one file for each job beside the journal: of live jobs, and of videos, which may be remixed."""
 
 from __future__ import annotations
 
@@ -62,6 +62,13 @@ class Uploads:
             raise StorageFailed(
                 f"the uploaded images of {request} cannot be read", detail=f"{path}: {error}"
             ) from error
+
+    def size(self, request: RequestId) -> int:
+        """Bytes that the images of a job take; 0 where there are none."""
+        try:
+            return self._path(request).stat().st_size
+        except OSError:
+            return 0
 
     def remove(self, request: RequestId) -> None:
         """Delete the images of a job if there are any."""
