@@ -12,6 +12,7 @@ from torch import Tensor
 
 from tests.pipeline.harness import Inbox, finish, post
 from triptych.accel.parallel.sequence import TokenSharing
+from triptych.accel.shortage import free_memory
 from triptych.accel.text_keys import TextKeys, supports
 from triptych.config import ModelConfig
 from triptych.ids import ROLES, Role
@@ -86,6 +87,39 @@ def test_a_text_that_was_written_to_is_another_text() -> None:
     embeds.add_(1)
     forward(model, other, 2)
     assert len(keys) == 1  # what was computed of its former values is of no use to anybody
+
+
+def test_past_the_bound_a_text_is_computed_each_time_and_the_earlier_ones_are_kept(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    stock, model = build(picture=False), build(picture=False)
+    one = 512 * 16 * 4 * (1 + 2 * 2)  # its embedding, and two blocks' keys and values
+    keys = TextKeys(most=2 * one)
+    keys.install(model)
+    calls = counted(model)
+    texts = [text(seed) for seed in range(3)]
+    for step in range(3):
+        for embeds in texts:
+            assert torch.equal(forward(model, embeds, step), forward(stock, embeds, step))
+    assert len(keys) == 2
+    assert calls() == 1 + 1 + 3
+    assert caplog.text.count("keys and values of 2 texts take as much as they may") == 1
+    del texts[0]
+    forward(model, embeds, 3)
+    assert len(keys) == 2, "there is room again"
+
+
+def test_when_memory_runs_out_they_are_dropped_and_computed_again() -> None:
+    stock, model = build(picture=False), build(picture=False)
+    keys = TextKeys()
+    keys.install(model)
+    calls = counted(model)
+    embeds = text(1)
+    forward(model, embeds, 0)
+    free_memory(torch.OutOfMemoryError())
+    assert len(keys) == 0
+    assert torch.equal(forward(model, embeds, 1), forward(stock, embeds, 1))
+    assert (len(keys), calls()) == (1, 2)
 
 
 def test_compiled_blocks_take_them_without_a_break() -> None:

@@ -36,6 +36,10 @@ _BENCH_HEADS = 16
 """At most so many heads there: more change no rank and take memory that the model may need."""
 
 
+_TEXT_KEYS_SHARE = 8
+"""One part in so many of a GPU's memory may be taken by the keys and values of texts, for each model."""
+_TEXT_KEYS_BYTES = 2 << 30
+"""What they may take of host memory."""
 _QWEN = "QwenImageTransformer2DModel"
 _TEXT_OF_ANY_LENGTH = frozenset({_QWEN, "ZImageTransformer2DModel"})
 """Models whose pipelines do not pad the text, so that nearly every prompt has a length of its own."""
@@ -106,7 +110,7 @@ def accelerate(
             tuned = profile != "fast" and name not in quantised
             done += _fuse_and_compile(name, model, device, dtype, tuned=tuned, tally=tally)
             if text_keys.supports(model):
-                done.append(_text_keys(name, model, compiled=done[-1].on))
+                done.append(_text_keys(name, model, device, compiled=done[-1].on))
         if step_cache:
             done.append(_step_cache(name, model, step_cache, memory, tally))
         elif profile != "stock":
@@ -166,9 +170,11 @@ def _no_prompts(name: str, model: nn.Module) -> Technique:
     return Technique(name=f"{name}: prompt cache", on=False, why=why)
 
 
-def _text_keys(name: str, model: nn.Module, *, compiled: bool) -> Technique:
-    blocks = text_keys.TextKeys().install(model)
-    why = f"computed once for each request in {blocks} blocks"
+def _text_keys(name: str, model: nn.Module, device: torch.device, *, compiled: bool) -> Technique:
+    on_gpu = device.type == "cuda"
+    most = torch.cuda.get_device_properties(device).total_memory // _TEXT_KEYS_SHARE if on_gpu else _TEXT_KEYS_BYTES
+    blocks = text_keys.TextKeys(most).install(model)
+    why = f"computed once for each request in {blocks} blocks, up to {most >> 20} MiB"
     # Apart from a compiled block they are rounded as the stock model rounds them, within it as its kernels do.
     return Technique(name=f"{name}: text keys and values", on=True, why=why, exact=not compiled)
 

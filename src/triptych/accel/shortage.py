@@ -4,8 +4,26 @@ from __future__ import annotations
 
 import gc
 import traceback
+import weakref
+from typing import Protocol
 
 import torch
+
+
+class Droppable(Protocol):
+    """Something kept only because there was room for it."""
+
+    def drop(self) -> None:
+        """Let go of it, in whatever thread."""
+        ...
+
+
+_droppable: weakref.WeakSet[Droppable] = weakref.WeakSet()
+
+
+def drop_when_short(kept: Droppable) -> None:
+    """Have ``kept`` dropped, as long as it lives, whenever memory has run out."""
+    _droppable.add(kept)
 
 
 def is_out_of_memory(error: BaseException) -> bool:
@@ -16,7 +34,9 @@ def is_out_of_memory(error: BaseException) -> bool:
 
 
 def free_memory(error: BaseException) -> None:
-    """Let go of what filled the memory: the frames that ``error`` came through hold it."""
+    """Let go of what filled the memory: the frames that ``error`` came through hold it, and what need not be kept."""
+    for kept in list(_droppable):
+        kept.drop()
     traceback.clear_frames(error.__traceback__)
     gc.collect()
     if torch.cuda.is_available():

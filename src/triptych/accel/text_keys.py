@@ -4,7 +4,8 @@ In Wan's cross-attention they depend on the text alone: neither the step nor the
 and Flux send the text through their blocks together with the picture, so it is another one in each step.) What was
 computed belongs to the tensor of embeddings that the model was given: it is found again by that very tensor, as long as
 nobody has written to it, and is gone when the tensor is, so requests that take turns, branches of guidance and resumed
-checkpoints each have their own. The arithmetic is that of the stock model, outside of its blocks' compiled graphs.
+checkpoints each have their own. There is a bound on their bytes: a text that comes when that is reached has them
+computed anew in every step. The arithmetic is that of the stock model, outside of its blocks' compiled graphs.
 """
 
 # pyright: reportPrivateUsage=false
@@ -13,6 +14,7 @@ from __future__ import annotations
 
 import functools
 import inspect
+import logging
 import weakref
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -22,6 +24,10 @@ import torch
 from diffusers.models.attention_dispatch import dispatch_attention_fn
 from diffusers.models.transformers.transformer_wan import WanTransformerBlock
 from torch import Tensor, nn
+
+from triptych.accel.shortage import drop_when_short
+
+log = logging.getLogger(__name__)
 
 _TEXT_TOKENS: Final = 512
 """The text's share of the context of a model that also attends to a picture's tokens, which stand before it."""
@@ -41,6 +47,11 @@ class _Kept:
     """By block: [2, batch, tokens, width]."""
 
     @property
+    def nbytes(self) -> int:
+        """Memory that it takes."""
+        return sum(tensor.nbytes for made in (self.embedded, self.keys_values) for tensor in made.values())
+
+    @property
     def stale(self) -> bool:
         """Whether a source is gone or was written to."""
         tensors = [source() for source in self.sources]
@@ -48,15 +59,23 @@ class _Kept:
 
 
 class TextKeys:
-    """What one model has computed from texts that are still there. Used from one thread."""
+    """What one model has computed from texts that are still there. Used from one thread, but for `drop`."""
 
-    def __init__(self) -> None:
+    def __init__(self, most: int = 1 << 31) -> None:
+        """At most so many bytes of it are kept."""
         self._kept: dict[_Key, _Kept] = {}
         self._now = _Kept()
+        self._most = most
+        self._told = False
+        drop_when_short(self)
 
     def __len__(self) -> int:
         """How many texts are remembered."""
         return len(self._kept)
+
+    def drop(self) -> None:
+        """Forget all of it, to be computed again."""
+        self._kept.clear()
 
     def install(self, model: nn.Module) -> int:
         """Have the forwards of a Wan transformer use this; returns how many blocks there are. To be called after the
@@ -69,9 +88,11 @@ class TextKeys:
         def forward(*args: Any, **kwargs: Any) -> Any:
             given = signature.bind(*args, **kwargs).arguments
             texts = (given["encoder_hidden_states"], given.get("encoder_hidden_states_image"))
-            self._now = self._find(tuple(text for text in texts if text is not None))
+            self._now = now = self._find(tuple(text for text in texts if text is not None))
             try:
-                return compute(*args, **kwargs)
+                out = compute(*args, **kwargs)
+                self._keep(now)
+                return out
             finally:
                 self._now = _Kept()
 
@@ -89,20 +110,36 @@ class TextKeys:
         return len(transformer.blocks)
 
     def _find(self, texts: tuple[Tensor, ...]) -> _Kept:
-        """What is kept of these texts, or room for it."""
+        """What is kept of these texts, or what is to become that."""
         capturing = texts[0].is_cuda and torch.cuda.is_current_stream_capturing()
         if capturing or any(text.is_inference() for text in texts):
             return _Kept()  # a recording must compute it from its inputs; the other kind does not say when it changes
-        for key in [key for key, kept in self._kept.items() if kept.stale]:
-            del self._kept[key]
+        for key in [key for key, kept in list(self._kept.items()) if kept.stale]:
+            self._kept.pop(key, None)
         key = tuple(map(id, texts))
         versions = tuple(text._version for text in texts)
         known = self._kept.get(key)
         if known is None:
             forget = functools.partial(_forget, self._kept, key)
             known = _Kept(sources=tuple(weakref.ref(text, forget) for text in texts), versions=versions)
-            self._kept[key] = known
         return known
+
+    def _keep(self, made: _Kept) -> None:
+        """Keep what a forward has made, if there is room: those that are there will be asked for before it is."""
+        key = tuple(id(source()) for source in made.sources)
+        if not made.sources or key in self._kept or made.stale:
+            return
+        if made.nbytes + sum(kept.nbytes for kept in list(self._kept.values())) <= self._most:
+            self._kept[key] = made
+        elif not self._told:
+            self._told = True
+            log.warning(
+                "keys and values of %d texts take as much as they may of %d MiB: those of others, %d MiB each, are "
+                "computed in every step, which is slower; fewer --max-running-requests have room",
+                len(self._kept),
+                self._most >> 20,
+                made.nbytes >> 20,
+            )
 
     def _install_embedder(self, part: nn.Module, name: str) -> None:
         compute: Callable[[Tensor], Tensor] = part.forward
@@ -123,8 +160,9 @@ class TextKeys:
 
 def _forget(kept: dict[_Key, _Kept], key: _Key, dead: weakref.ref[Tensor]) -> None:
     """One of the sources is gone; what stands under its old address may by now be another's."""
-    if key in kept and dead in kept[key].sources:
-        del kept[key]
+    entry = kept.get(key)
+    if entry is not None and dead in entry.sources:
+        kept.pop(key, None)
 
 
 def supports(model: nn.Module) -> bool:
