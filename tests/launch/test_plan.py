@@ -157,7 +157,12 @@ def test_a_lone_instance_has_nobody_to_leave_its_work_to() -> None:
 
 def test_an_instance_is_told_what_concerns_its_roles() -> None:
     args = ServerArgs.from_kwargs(
-        model_path="tiny", device="cuda", quant="encoder=int8,denoiser=fp8", offload="block", vae_tiling=True
+        model_path="tiny",
+        device="cuda",
+        quant="encoder=int8,denoiser=fp8",
+        offload="block",
+        vae_tiling=True,
+        previews=True,
     )
     plan = plan_pool(args, encoder_gpus=[[0]], denoiser_gpus=[[1]], decoder_gpus=[[2]])
     encoder, denoiser, decoder = (instance.command for instance in plan.instances)
@@ -170,6 +175,7 @@ def test_an_instance_is_told_what_concerns_its_roles() -> None:
         "decoder=block",
     ]
     assert ["--vae-tiling" in command for command in (encoder, denoiser, decoder)] == [True, False, True]
+    assert ["--previews" in command for command in (encoder, denoiser, decoder)] == [False, True, False]
     assert "--offload" not in plan.server.command
 
 

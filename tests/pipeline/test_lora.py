@@ -278,6 +278,8 @@ def test_an_unknown_name_is_the_callers_mistake_and_the_list_is_told(trio: Trio)
         param = trio.pipelines[role].schema.param("lora")
         assert param is not None
         assert param.choices == ("fox", "snow")
+        assert param.option is not None
+        assert param.option.roles == (Role.DENOISER,), "instances of the others may be launched without"
     with pytest.raises(BadRequest, match="'bear' is none of the adapters served here: fox, snow"):
         trio.encoded({**REQUEST, "lora": "bear"})
 
@@ -390,6 +392,10 @@ def test_an_adapter_may_be_at_work_in_a_text_encoder_too(classic_checkpoint: Che
     both, weaker, plain = (
         trio.generate({**request, "seed": 4, "lora": text})[0].frames for text in ("both", "weaker", None)
     )
+    param = trio.pipelines[Role.DECODER].schema.param("lora")
+    assert param is not None
+    assert param.option is not None
+    assert param.option.roles == (Role.ENCODER, Role.DENOISER), "which both must be launched with them"
     assert np.array_equal(both, wanted)
     assert not np.array_equal(both, weaker)
     assert not np.array_equal(weaker, plain)
