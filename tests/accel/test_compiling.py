@@ -31,7 +31,15 @@ def environment(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.usefixtures("environment")
 def test_graphs_and_kernels_are_kept_below_the_folder(tmp_path: Path) -> None:
+    unused, used = (tmp_path / "cache" / "inductor" / name for name in ("unused", "used"))
+    unused.parent.mkdir(parents=True)
+    (tmp_path / "cache").chmod(0o700)
+    for file in (unused, used):
+        file.write_text("")
+    os.utime(unused, (0, 0))
     keep_graphs_in(tmp_path / "cache")
+    assert used.exists()
+    assert not unused.exists()
     assert os.environ["TORCHINDUCTOR_CACHE_DIR"] == str(tmp_path / "cache" / "inductor")
     assert os.environ["TRITON_CACHE_DIR"] == str(tmp_path / "cache" / "triton")
     assert (tmp_path / "cache").stat().st_mode & 0o077 == 0

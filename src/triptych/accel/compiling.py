@@ -24,6 +24,7 @@ from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
 from triptych.accel.tally import Tally
+from triptych.accel.unused import forget_unused
 from triptych.errors import ConfigError
 
 log = logging.getLogger(__name__)
@@ -39,7 +40,7 @@ def default_folder() -> Path:
 
 
 def keep_graphs_in(folder: Path) -> None:
-    """Have compiled graphs and kernels of this process kept in ``folder`` and found there again.
+    """Have compiled graphs and kernels of this process kept in ``folder`` and found there again, if not unused for long.
 
     To be called before the first compilation. What lies in the folder is executed, so it must belong to this user and
     be writable by nobody else; raises `ConfigError` otherwise.
@@ -56,6 +57,7 @@ def keep_graphs_in(folder: Path) -> None:
         )
     for variable, name in _FOLDERS.items():
         os.environ[variable] = str(folder / name)
+    forget_unused(*(folder / name for name in _FOLDERS.values()), now=time.time())
 
 
 def count_compilations(tally: Tally) -> None:
