@@ -40,7 +40,7 @@ def default_folder() -> Path:
 
 
 def keep_graphs_in(folder: Path) -> None:
-    """Have compiled graphs and kernels of this process kept in ``folder`` and found there again, if not unused for long.
+    """Have compiled graphs and kernels of this process kept in ``folder`` and found there again by whoever starts next.
 
     To be called before the first compilation. What lies in the folder is executed, so it must belong to this user and
     be writable by nobody else; raises `ConfigError` otherwise.

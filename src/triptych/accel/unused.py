@@ -17,8 +17,8 @@ SECONDS: Final = 60 * 86400.0
 
 
 def forget_unused(graphs: Path, kernels: Path, *, now: float) -> None:
-    """Delete graphs (files anywhere below ``graphs``) and kernels (folders in ``kernels``) that were last read or written
-    `SECONDS` before ``now`` (Unix time). What cannot be deleted stays.
+    """Delete graphs (files anywhere below ``graphs``) and kernels (folders in ``kernels``) that were last read or
+    written `SECONDS` before ``now`` (Unix time). What cannot be deleted stays.
 
     Other processes may use the folders, and do the same, at the same time: whatever is missing there counts as never
     compiled. A kernel goes as a whole, because Triton expects its files together.
