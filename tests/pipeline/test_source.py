@@ -79,6 +79,33 @@ def test_a_hub_id_fetches_configs_and_the_asked_weights_only(tmp_path: Path, mon
     assert got[2] - got[0] == {"unet/model-00001-of-00002.safetensors"}
 
 
+def test_weights_that_a_repository_has_as_a_variant_alone_are_fetched_as_that(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from huggingface_hub.utils import filter_repo_objects
+
+    files = [
+        "model_index.json", "tokenizer/tokenizer_config.json", "text_encoder/config.json",
+        "text_encoder/model.safetensors", "text_encoder/model.fp16.safetensors", "unet/config.json",
+        "unet/diffusion_pytorch_model.fp16-00001-of-00002.safetensors", "unet/diffusion_pytorch_model.bf16.safetensors",
+        "unet/diffusion_pytorch_model.non_ema.safetensors", "vae/config.json",
+        "vae/diffusion_pytorch_model.bf16.safetensors",
+    ]  # fmt: skip
+
+    def download(repo: str, *, revision: str | None, **patterns: Any) -> str:
+        for name in filter_repo_objects(files, **patterns):
+            (tmp_path / name).parent.mkdir(exist_ok=True)
+            (tmp_path / name).write_text("{}")
+        return str(tmp_path)
+
+    monkeypatch.setattr("huggingface_hub.snapshot_download", download)
+    resolve_source("owner/model", ["tokenizer", "text_encoder", "unet", "vae"])
+    assert sorted(file.name for file in tmp_path.rglob("*.safetensors")) == [
+        "diffusion_pytorch_model.bf16.safetensors", "diffusion_pytorch_model.fp16-00001-of-00002.safetensors",
+        "model.safetensors",
+    ]  # fmt: skip
+
+
 def test_a_revision_is_asked_for_by_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     asked: list[str | None] = []
 

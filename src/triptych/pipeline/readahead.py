@@ -12,6 +12,8 @@ from typing import Final
 
 import psutil
 
+from triptych.pipeline.variants import weight_files
+
 log = logging.getLogger(__name__)
 
 _PART: Final = 64 << 20
@@ -23,7 +25,7 @@ _SHARE: Final = 0.5
 def read_ahead(folder: Path, names: Iterable[str]) -> threading.Thread | None:
     """Have the system read the safetensors files of components ``names`` of ``folder``, in that order; None where there
     are none, or more than memory has room for. Returns at once, and what it does costs no memory of this process."""
-    files = [file for name in names for file in sorted((folder / name).glob("*.safetensors"))]
+    files = [file for name in names for file in weight_files(folder / name)]
     nbytes = sum(file.stat().st_size for file in files)
     if not files or nbytes > _SHARE * psutil.virtual_memory().available:
         return None

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from pathlib import Path, PurePath
 from typing import Any
 
 from triptych.errors import ModelError, ModelUnreachable
 from triptych.models import EMBEDDED
+from triptych.pipeline.variants import PRECISIONS, has_weights
 
 INDEX = "model_index.json"
 MODULAR_INDEX = "modular_model_index.json"
@@ -17,7 +18,8 @@ MODULAR_INDEX = "modular_model_index.json"
 _CONFIGS = ("*.json", "*.txt", "*.jinja", "tokenizer*/*", "processor*/*")
 _WEIGHTS = ("safetensors", "safetensors.index.json", "json")
 _VARIANTS = ("*/*.*.safetensors",)
-"""Second copies of the weights, as ``model.fp16.safetensors`` beside ``model.safetensors``, which nothing loads."""
+"""Second copies of the weights, as ``model.fp16.safetensors`` beside ``model.safetensors``, which nothing loads; they
+are fetched only for a component that has no others."""
 
 
 def resolve_source(path: str, components: Iterable[str] | None = None, revision: str | None = None) -> Path:
@@ -46,8 +48,17 @@ def resolve_source(path: str, components: Iterable[str] | None = None, revision:
             f"model {path!r}: no such folder; give a Diffusers folder, a Hub id like owner/name, "
             f"or an embedded model ({', '.join(sorted(EMBEDDED))})"
         )
-    patterns = [*_CONFIGS, *(f"{name}/*.{kind}" for name in components or () for kind in _WEIGHTS)]
-    return _fetch(path, revision, patterns)
+    names = list(components or ())
+    patterns = [*_CONFIGS, *(f"{name}/*.{kind}" for name in names for kind in _WEIGHTS)]
+    fetched = _fetch(path, revision, patterns, _VARIANTS)
+    for precision in PRECISIONS:
+        lacking = [name for name in names if (fetched / name / "config.json").is_file()]
+        lacking = [name for name in lacking if not has_weights(fetched / name)]
+        if not lacking:
+            break
+        forms = (f".{precision}.safetensors", f".{precision}-*.safetensors")
+        fetched = _fetch(path, revision, [*_CONFIGS, *(f"{name}/*{form}" for name in lacking for form in forms)])
+    return fetched
 
 
 def commit_of(path: str, folder: Path) -> str:
@@ -115,13 +126,13 @@ def _is_hub_id(path: str) -> bool:
     return bool(owner and name) and "/" not in name and not path.startswith((".", "~"))
 
 
-def _fetch(repo: str, revision: str | None, patterns: list[str]) -> Path:
+def _fetch(repo: str, revision: str | None, patterns: list[str], ignored: Sequence[str] = ()) -> Path:
     from huggingface_hub import snapshot_download
     from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
 
     try:
         folder = Path(
-            snapshot_download(repo, revision=revision, allow_patterns=patterns, ignore_patterns=list(_VARIANTS))
+            snapshot_download(repo, revision=revision, allow_patterns=patterns, ignore_patterns=list(ignored))
         )
     except (HfHubHTTPError, HFValidationError, LocalEntryNotFoundError, OSError) as error:
         kind = ModelUnreachable if _may_pass(error) else ModelError

@@ -14,6 +14,7 @@ from typing import Any
 import torch
 
 from triptych.errors import ModelError
+from triptych.pipeline.variants import weight_files
 
 
 class StandIn:
@@ -96,7 +97,7 @@ def _fill_buffers(module: torch.nn.Module, folder: Path, dtype: torch.dtype) -> 
     wanted = {name for name, _ in module.named_buffers()}
     if not wanted:
         return
-    for file in sorted(folder.glob("*.safetensors")):
+    for file in weight_files(folder):
         with safe_open(file, "pt") as tensors:
             for key in wanted.intersection(tensors.keys()):
                 value = tensors.get_tensor(key)

@@ -16,6 +16,7 @@ from triptych.errors import ModelError
 from triptych.pipeline.staging import PIECE, PIECES, Staging, lane_to
 from triptych.pipeline.standin import component_class, meta_module
 from triptych.pipeline.streaming import from_pretrained
+from triptych.pipeline.variants import variant_of, weight_files
 
 log = logging.getLogger(__name__)
 
@@ -78,13 +79,20 @@ def _module(
 
 def _from_folder(kind: Any, source: Path, dtype: torch.dtype, device: torch.device) -> tuple[torch.nn.Module, str]:
     """Read tensor by tensor to ``device``, so that host memory never holds a second copy."""
-    arguments = {"dtype": dtype, "device_map": {"": device}, "use_safetensors": True, "local_files_only": True}
+    arguments: dict[str, Any] = {
+        "dtype": dtype,
+        "device_map": {"": device},
+        "use_safetensors": True,
+        "local_files_only": True,
+    }
+    if (variant := variant_of(source)) is not None:
+        arguments["variant"] = variant
     lane = lane_to(device)
     if lane is None:
         module, info = kind.from_pretrained(str(source), output_loading_info=True, **arguments)
         way = "mapped"
     else:
-        nbytes = sum(file.stat().st_size for file in source.glob(f"*{SAFETENSORS}"))
+        nbytes = sum(file.stat().st_size for file in weight_files(source))
         with Staging(lane, pieces=min(PIECES, 2 + nbytes // PIECE)) as staging:
             module, info = from_pretrained(kind, staging, str(source), **arguments)
         files = f"{staging.nbytes / (1 << 30):.2f} GiB of files"
