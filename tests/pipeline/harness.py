@@ -22,7 +22,7 @@ ROLE_WEIGHTS = {
     Role.ENCODER: (
         "text_encoder", "text_encoder_2", "text_encoder_3", "image_encoder", "vision_language_encoder", "connectors",
     ),
-    Role.DENOISER: ("transformer", "transformer_2", "unet"),
+    Role.DENOISER: ("transformer", "transformer_2", "unet", "controlnet"),
     Role.DECODER: ("vae", "audio_vae", "vocoder", "safety_checker"),
 }  # fmt: skip
 

@@ -64,7 +64,8 @@ def test_a_count_that_the_call_overrules_is_no_parameter() -> None:
         ("LTX2Pipeline", "it decodes in several ways: audio_vae.decode, vae.decode"),
         ("JoyImageEditPlusPipeline", "it calls vae.decode in a loop"),
         ("StableAudioPipeline", "it makes audios, neither images nor video"),
-        ("StableDiffusionControlNetInpaintPipeline", "it works on control_image, which requests cannot carry"),
+        ("StableDiffusionXLControlNetUnionPipeline", "it works on control_mode, which requests cannot carry"),
+        ("QwenImageControlNetInpaintPipeline", "it works on control_mask, which requests cannot carry"),
         ("DiTPipeline", "it works on class_labels, which requests cannot carry"),
     ],
 )

@@ -47,7 +47,7 @@ def test_a_task_that_nothing_does_is_refused_with_those_that_can_be() -> None:
     ("pipeline", "task", "instead"),
     [
         ("HeliosPipeline", "text-to-image", "text-to-video, image-to-video"),
-        ("StableDiffusionXLControlNetPipeline", "text-to-image", "image-to-image"),
+        ("StableDiffusionXLControlNetPipeline", "text-to-image", "image-to-image, inpainting"),
     ],
 )
 def test_a_task_that_a_class_is_listed_for_but_does_not_do_is_refused(pipeline: str, task: str, instead: str) -> None:

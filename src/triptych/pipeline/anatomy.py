@@ -16,6 +16,7 @@ from typing import Any
 
 from triptych.errors import ModelError
 from triptych.pipeline.families import family_of
+from triptych.pipeline.names import CONTROL, MASK
 from triptych.pipeline.pictures import REFERENCES
 
 FIELDS = ("frames", "images", "videos", "image", "video")
@@ -25,13 +26,13 @@ _AFTER_DECODE = frozenset({"safety_checker", "watermarker"})
 """Models that look at the decoded pixels."""
 
 _UNSENDABLE = frozenset(
-    {"control_image", "controls", "video", "conditioning_frames", "reference_images", "input_images",
+    {"control_mask", "controls", "video", "conditioning_frames", "reference_images", "input_images",
      "original_image", "adapter_image", "control_video", "pose_video", "images", "hint", "conditions",
      "reference_conditions"}
 )  # fmt: skip
 """Conditioning that requests have no parameter for. Pipelines give most of it a default of None and check later."""
 
-_GIVEN = frozenset({"prompt", "image", "mask_image"})
+_GIVEN = frozenset({"prompt", "image", MASK, CONTROL})
 """Conditioning that a class may not be able to do without."""
 
 _IMAGE_CLASS = re.compile(
@@ -57,6 +58,8 @@ class Anatomy:
     """Models that look at the decoded pixels."""
     takes_image: bool
     takes_mask: bool
+    takes_control: bool
+    """Whether a picture steers it that is no start."""
     carried: dict[str, bool]
     """Clips and lists of pictures that requests carry, and whether the call needs them."""
     output: str
@@ -67,7 +70,7 @@ class Anatomy:
     @property
     def task(self) -> str:
         """The field's word for what it does, e.g. ``text-to-video``."""
-        start = "video" if any(self.carried.values()) else "image" if self.takes_image else "text"
+        start = "video" if any(self.carried.values()) else "image" if self.takes_image or self.takes_control else "text"
         return "inpainting" if self.takes_mask and self.output == "image" else f"{start}-to-{self.output}"
 
     @property
@@ -91,6 +94,7 @@ def anatomy_of(kind: type[Any]) -> Anatomy:
         inspectors=frozenset(reading.components & _AFTER_DECODE),
         takes_image=reading.takes_image,
         takes_mask=reading.takes_mask,
+        takes_control=CONTROL in reading.parameters,
         carried=reading.carried,
         output=reading.output or "image",
         parameters=reading.parameters,
@@ -140,7 +144,7 @@ class _Reading:
     @property
     def takes_mask(self) -> bool:
         """Whether it makes a part of the picture anew."""
-        return "mask_image" in self.parameters
+        return MASK in self.parameters
 
     @property
     def carried(self) -> dict[str, bool]:
@@ -199,6 +203,8 @@ class _Reading:
         for name, default in self.parameters.items():
             if name in self.carried:
                 continue
+            if name == "control_mode" and "Union" in self.kind.__name__:
+                return "it works on control_mode, which requests cannot carry"
             if name in _UNSENDABLE or (default is inspect.Parameter.empty and name not in _GIVEN):
                 return f"it works on {name}, which requests cannot carry"
         if not _GIVEN & self.parameters.keys():

@@ -34,15 +34,16 @@ from triptych.pipeline.ways import Way, modular_ways, replay_ways
 Split = Literal["modular", "replay"]
 
 TESTED = frozenset(
-    {"CogVideoXImageToVideoPipeline", "CogVideoXPipeline", "Flux2KleinPipeline", "Flux2Pipeline", "FluxImg2ImgPipeline",
-     "FluxInpaintPipeline", "FluxKontextPipeline", "FluxPipeline", "GlmImagePipeline", "HeliosPipeline",
-     "HunyuanImagePipeline", "HunyuanVideo15Pipeline", "HunyuanVideoPipeline", "LTX2ImageToVideoPipeline",
-     "LTX2Pipeline", "LTXImageToVideoPipeline", "LTXPipeline",
-     "MochiPipeline", "PixArtSigmaPipeline", "QwenImageEditPipeline", "QwenImageEditPlusPipeline",
-     "QwenImageImg2ImgPipeline", "QwenImageInpaintPipeline", "QwenImageLayeredPipeline", "QwenImagePipeline",
-     "SanaPipeline", "StableDiffusion3Pipeline", "StableDiffusionPipeline", "StableDiffusionXLImg2ImgPipeline",
-     "StableDiffusionXLInpaintPipeline", "StableDiffusionXLPipeline", "StableVideoDiffusionPipeline",
-     "WanImageToVideoPipeline", "WanPipeline", "WanVACEPipeline", "WanVideoToVideoPipeline", "ZImagePipeline"}
+    {"CogVideoXImageToVideoPipeline", "CogVideoXPipeline", "Flux2KleinPipeline", "Flux2Pipeline",
+     "FluxControlNetPipeline", "FluxControlPipeline", "FluxImg2ImgPipeline", "FluxInpaintPipeline",
+     "FluxKontextPipeline", "FluxPipeline", "GlmImagePipeline", "HeliosPipeline", "HunyuanImagePipeline",
+     "HunyuanVideo15Pipeline", "HunyuanVideoPipeline", "LTX2ImageToVideoPipeline", "LTX2Pipeline",
+     "LTXImageToVideoPipeline", "LTXPipeline", "MochiPipeline", "PixArtSigmaPipeline", "QwenImageEditPipeline",
+     "QwenImageEditPlusPipeline", "QwenImageImg2ImgPipeline", "QwenImageInpaintPipeline", "QwenImageLayeredPipeline",
+     "QwenImagePipeline", "SanaPipeline", "StableDiffusion3Pipeline", "StableDiffusionPipeline",
+     "StableDiffusionXLImg2ImgPipeline", "StableDiffusionXLInpaintPipeline", "StableDiffusionXLPipeline",
+     "StableVideoDiffusionPipeline", "WanImageToVideoPipeline", "WanPipeline", "WanVACEPipeline",
+     "WanVideoToVideoPipeline", "ZImagePipeline"}
 )  # fmt: skip
 """Classes of which the tests hold a split model equal to the whole one."""
 
@@ -105,15 +106,15 @@ def for_task(index: dict[str, Any], task: str | None) -> dict[str, Any]:
     """
     if task is None:
         return index
-    kind = sibling(index["_class_name"], task)
+    own = _capability(index)
+    if task in own.tasks:
+        return index
+    kind = sibling(own.pipeline, task)
     if kind is not None:
         asked = {**index, "_class_name": kind}
         found = _capability(asked)
         if found.split is None or task in found.tasks:  # whatever cannot be split is refused with its own reason
             return asked
-    own = _capability(index)
-    if task in own.tasks:
-        return index
     tasks = ", ".join((*own.tasks, *_other_tasks(own.pipeline)))
     raise ModelError(f"{own.pipeline} cannot be served for {task}, only for {tasks or 'nothing'}")
 
@@ -149,9 +150,10 @@ def _with_tasks(found: Capability) -> Capability:
 
 
 def _other_tasks(pipeline: str) -> Iterator[str]:
+    own = _own_capability(pipeline).tasks
     for task in LISTS:
         kind = sibling(pipeline, task)
-        if kind not in (None, pipeline) and task in _own_capability(kind).tasks:
+        if kind is not None and task not in own and task in _own_capability(kind).tasks:
             yield task
 
 

@@ -24,6 +24,9 @@ the model itself."""
 MASK = "mask_image"
 """What pipelines call the picture that says where to work."""
 
+CONTROL = "control_image"
+"""What pipelines call the picture that says where things are: edges, depth, a pose."""
+
 LAST = "last_image"
 """What pipelines call the picture to end with."""
 

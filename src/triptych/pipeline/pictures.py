@@ -11,7 +11,7 @@ from PIL import Image, ImageOps
 from triptych.errors import BadRequest
 from triptych.pipeline.clips import clip_frames
 from triptych.pipeline.families import Pictures
-from triptych.pipeline.names import LAST, MASK
+from triptych.pipeline.names import CONTROL, LAST, MASK
 from triptych.wire.clips import clip_format
 from triptych.wire.schema import Param
 
@@ -51,6 +51,9 @@ def picture_params(
     if MASK in given:
         yield Param(name=MASK, type="image", required=True,
                     description="Where the picture is made anew: white, or transparent.")  # fmt: skip
+    if CONTROL in given:
+        yield Param(name=CONTROL, type="image", required=True,
+                    description="The picture that steers: edges, depth, a pose.")  # fmt: skip
     if LAST in declared and "image" in given and (paired or pictures.pair_setting is None):
         yield Param(name=LAST, type="image", required=paired, nullable=not paired,
                     description="The picture to end with.")  # fmt: skip

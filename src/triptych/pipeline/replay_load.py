@@ -132,9 +132,8 @@ def owned_components(role: Role, anatomy: Anatomy, classes: Mapping[str, type[An
     match role:
         case Role.ENCODER:
             used = models - denoisers - anatomy.inspectors
-            return frozenset(
-                used if anatomy.encodes and (anatomy.takes_image or anatomy.carried) else used - autoencoders
-            )
+            looks = anatomy.takes_image or anatomy.takes_control or anatomy.carried
+            return frozenset(used if anatomy.encodes and looks else used - autoencoders)
         case Role.DENOISER:
             return frozenset(denoisers)
         case Role.DECODER:

@@ -12,7 +12,17 @@ import msgspec
 from triptych.pipeline.anatomy import Anatomy
 from triptych.pipeline.cut import Cut
 from triptych.pipeline.families import Preset, family_of
-from triptych.pipeline.names import COUNT_INPUTS, GUIDANCE, LAST, MASK, SPATIAL, TEMPORAL, TRUE_GUIDANCE, factor
+from triptych.pipeline.names import (
+    CONTROL,
+    COUNT_INPUTS,
+    GUIDANCE,
+    LAST,
+    MASK,
+    SPATIAL,
+    TEMPORAL,
+    TRUE_GUIDANCE,
+    factor,
+)
 from triptych.pipeline.request import first_state
 from triptych.pipeline.schema import Settings, build_schema
 from triptych.wire.schema import Param, RequestSchema
@@ -72,7 +82,7 @@ def build_replay_schema(
     model: str, index: dict[str, Any], pipeline: Any, anatomy: Anatomy, settings: Settings
 ) -> RequestSchema:
     """The schema of a classic pipeline. ``pipeline`` has its configs, be it with stand-ins only."""
-    given = frozenset(name for name in ("prompt", "image", MASK) if name in _names(anatomy))
+    given = frozenset(name for name in ("prompt", "image", MASK, CONTROL) if name in _names(anatomy))
     parts = Cut(
         inputs=_declared(anatomy),
         outputs=frozenset({"videos" if anatomy.output == "video" else "images"}),
@@ -102,6 +112,8 @@ def _names(anatomy: Anatomy) -> dict[str, Any]:
         found["image"] = None
     if anatomy.takes_mask:
         found[MASK] = None
+    if anatomy.takes_control:
+        found[CONTROL] = None
     found |= dict.fromkeys({LAST} & anatomy.parameters.keys())
     found |= dict.fromkeys(anatomy.carried)
     extras = (extra.name for extra in family_of(anatomy.pipeline).extras)
