@@ -90,9 +90,12 @@ def test_a_replayed_model_in_bfloat16_is_the_classic_one(
     Pair(case, trio, classic(folder, torch.bfloat16)).check(request)
 
 
+@pytest.mark.parametrize("family", ["wan_flf2v", "wan22_i2v"])
 @pytest.mark.parametrize(("size", "guidance"), [((32, 48), 5.0), ((48, 32), 1.0)])
-def test_a_first_and_a_last_picture(pair: Callable[[str], Pair], size: tuple[int, int], guidance: float) -> None:
-    both = pair("wan_flf2v")
+def test_a_first_and_a_last_picture(
+    pair: Callable[[str], Pair], family: str, size: tuple[int, int], guidance: float
+) -> None:
+    both = pair(family)
     request = {**both.case.request, "height": size[0], "width": size[1]}
     both.check({**request, "last_image": picture(request, seed=1)}, seed=3, guidance_scale=guidance)
 

@@ -44,6 +44,8 @@ class Pictures:
     (but see `follows`). Otherwise they are cut to the size that is asked for."""
     follows: bool = True
     """Of `whole` ones: the output has their shape, and not a size of its own."""
+    needed: bool = False
+    """Every request begins with one, though the blocks could do without."""
     optional: bool = False
     """A request may do without, and is then one of text alone."""
     least_side: int = 1
@@ -88,6 +90,8 @@ class Family:
     """Components that the denoise block declares and asks for their config alone, so it gets them without weights."""
     negative_prompt: str | None = None
     """What stands for a negative prompt that is not given, where the blocks would leave guidance out without one."""
+    exchanged: Mapping[str, str] = field(default_factory=dict[str, str])
+    """Top-level blocks in whose place stand others of Diffusers, as ``module:Class``."""
     system_message: str | None = None
     """What the language model is told before each prompt, where the blocks say other words than the model was made
     for."""
@@ -113,16 +117,15 @@ _WAN = Family(
     exact_timestep=True,
     streams=True,
 )
+# The block that crops the last picture takes height for width, and needs torchvision.
+_LAST_AS_GIVEN = {"last_image_resize": ("last_image", "resized_last_image")}
 # Its blocks do not repeat the image's embeddings, so one output at a time is all that it can make.
 _WAN_I2V = replace(
     _WAN,
     preset=replace(_WAN.preset, num_inference_steps=40, max_n=1),
     text_length=512,
     conditions=True,
-    # The block that crops the last picture takes height for width, and needs torchvision.
-    pictures=Pictures(
-        pair_setting="pos_embed_seq_len", as_given={"last_image_resize": ("last_image", "resized_last_image")}
-    ),
+    pictures=Pictures(pair_setting="pos_embed_seq_len", as_given=_LAST_AS_GIVEN),
 )
 _WAN22 = replace(_WAN, preset=replace(_WAN.preset, num_inference_steps=40, guidance_scale=4.0))
 # Its blocks, and those of HunyuanVideo-1.5, prepare a part of what the loop needs for one output alone.
@@ -175,7 +178,12 @@ FAMILIES: dict[str, Family] = {
     "WanImage2VideoModularPipeline": _WAN_I2V,
     "Wan22ModularPipeline": _WAN22,
     "Wan22Image2VideoModularPipeline": replace(
-        _WAN22, preset=replace(_WAN22.preset, guidance_scale=3.5), conditions=True
+        _WAN22,
+        preset=replace(_WAN22.preset, guidance_scale=3.5),
+        conditions=True,
+        # Its own has the first picture alone; this one, of Wan 2.1, goes to a last one too, as the classic pipeline.
+        exchanged={"vae_encoder": "diffusers.modular_pipelines.wan.modular_blocks_wan_i2v:WanAutoVaeEncoderStep"},
+        pictures=Pictures(needed=True, as_given=_LAST_AS_GIVEN),
     ),
     "WanVACEPipeline": Family(
         preset=_WAN.preset,

@@ -55,7 +55,7 @@ def whether_picture(
 ) -> Literal["needed", "optional", "unsaid"]:
     """Whether a model is given a picture that its blocks could do without; see `cut`. ``task`` is what is asked of
     it."""
-    if index["_class_name"] in PICTURE_NAMES:
+    if index["_class_name"] in PICTURE_NAMES or family.pictures.needed:
         return "needed"
     if not family.pictures.optional or task in ("text-to-image", "text-to-video"):
         return "unsaid"

@@ -23,7 +23,7 @@ from triptych.pipeline.lora import attach, identities, with_adapters
 from triptych.pipeline.modular import LoadedRole, ModularRolePipeline
 from triptych.pipeline.names import CHUNK
 from triptych.pipeline.outfit import modules_of, outfit
-from triptych.pipeline.passing import instruct, pass_on
+from triptych.pipeline.passing import exchange, instruct, pass_on
 from triptych.pipeline.preview import fit, with_previews
 from triptych.pipeline.readahead import read_ahead
 from triptych.pipeline.rehearsal import ghosts, rehearse
@@ -60,7 +60,8 @@ class _Plan:
         self._whole = whole = _whole_pipeline(folder, index)
         self._kind = type(whole).__name__
         self._family = family_of(self._kind)
-        blocks = instruct(pass_on(whole.blocks, self._family.pictures.as_given), self._family.system_message)
+        blocks = exchange(whole.blocks, self._family.exchanged)
+        blocks = instruct(pass_on(blocks, self._family.pictures.as_given), self._family.system_message)
         picture = whether_picture(index, self._family, model.task)
         self._parts = cut(self._kind, blocks, picture=picture)
         self._owners = self._needed(own)

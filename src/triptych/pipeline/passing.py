@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 from collections.abc import Mapping
 from typing import Any
 
@@ -17,6 +18,15 @@ def pass_on(blocks: Any, as_given: Mapping[str, tuple[str, str]]) -> Any:
         for block in list(walk(blocks)):
             for name in block.sub_blocks.keys() & as_given.keys():
                 block.sub_blocks[name] = _passing(*as_given[name])
+    return blocks
+
+
+def exchange(blocks: Any, others: Mapping[str, str]) -> Any:
+    """``blocks``, changed: in the place of each top-level block that ``others`` names stands one of the class beside
+    it, ``module:Class``, which does what that does and more."""
+    for name, place in others.items():
+        module, _, kind = place.partition(":")
+        blocks.sub_blocks[name] = getattr(importlib.import_module(module), kind)()
     return blocks
 
 
