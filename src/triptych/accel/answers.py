@@ -120,13 +120,32 @@ class ShownOutput(Mapping[str, Any]):
         return self[:]
 
 
-class ShownTuple(tuple[Any, ...]):
+class ReadOneByOne(tuple[Any, ...]):
+    """A tuple that hears of each item that Python reads."""
+
+    def _read(self, place: int) -> Any:
+        """The item that is read there."""
+        raise NotImplementedError
+
+    @overload
+    def __getitem__(self, key: SupportsIndex) -> Any: ...
+    @overload
+    def __getitem__(self, key: slice) -> tuple[Any, ...]: ...
+    def __getitem__(self, key: Any) -> Any:
+        places = range(len(self))[key]
+        return self._read(places) if isinstance(places, int) else tuple(map(self._read, places))
+
+    def __iter__(self) -> Iterator[Any]:
+        return map(self._read, range(len(self)))
+
+
+class ShownTuple(ReadOneByOne):
     """A tuple whose items are fetched one by one where Python reads them.
 
     Torch reads a tuple past its methods, and finds stand-ins there that fetch what they stand for.
     """
 
-    _read: Callable[[int], Any]
+    _fetch: Callable[[int], Any]
 
     def __new__(cls, forms: tuple[Form, ...], fetch: Fetch, path: Path) -> ShownTuple:
         def read(place: int) -> Any:
@@ -139,19 +158,11 @@ class ShownTuple(tuple[Any, ...]):
                 for place, form in enumerate(forms)
             ),
         )
-        self._read = read
+        self._fetch = read
         return self
 
-    @overload
-    def __getitem__(self, key: SupportsIndex) -> Any: ...
-    @overload
-    def __getitem__(self, key: slice) -> tuple[Any, ...]: ...
-    def __getitem__(self, key: Any) -> Any:
-        places = range(len(self))[key]
-        return self._read(places) if isinstance(places, int) else tuple(map(self._read, places))
-
-    def __iter__(self) -> Iterator[Any]:
-        return map(self._read, range(len(self)))
+    def _read(self, place: int) -> Any:
+        return self._fetch(place)
 
 
 def _unread(form: Form, read: Callable[[int], Any], place: int) -> Any:

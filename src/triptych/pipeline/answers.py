@@ -11,14 +11,14 @@ Plain form: nested lists whose first item says what follows, so that the codec o
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterable, Iterator, Mapping
-from typing import Any, SupportsIndex, overload
+from collections.abc import Iterable, Mapping
+from typing import Any
 
 import numpy as np
 import torch
 from PIL import Image
 
-from triptych.accel.answers import ShownOutput, ShownTuple
+from triptych.accel.answers import ReadOneByOne, ShownOutput, ShownTuple
 from triptych.errors import StageError
 
 Plain = list[Any]
@@ -156,7 +156,7 @@ class Reader:
         return self._given[name]
 
 
-class ReadTuple(tuple[Any, ...]):
+class ReadTuple(ReadOneByOne):
     """A tuple that notes which of its items are read; all of them when no single one is asked for."""
 
     read: set[int]
@@ -171,20 +171,7 @@ class ReadTuple(tuple[Any, ...]):
         self._classes = classes
         return self
 
-    @overload
-    def __getitem__(self, key: SupportsIndex) -> Any: ...
-    @overload
-    def __getitem__(self, key: slice) -> tuple[Any, ...]: ...
-    def __getitem__(self, key: Any) -> Any:
-        places = range(len(self))[key]
-        if isinstance(places, int):
-            return self._item(places)
-        return tuple(map(self._item, places))
-
-    def __iter__(self) -> Iterator[Any]:
-        return map(self._item, range(len(self)))
-
-    def _item(self, place: int) -> Any:
+    def _read(self, place: int) -> Any:
         self.read.add(place)
         item = self.items[place]
         return item.clone() if isinstance(item, torch.Tensor) else item
