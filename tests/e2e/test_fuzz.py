@@ -128,18 +128,28 @@ class Attacker:
         self.malformed = 0
         """How many of them are to be dropped, without those under a name of which two connections drive each other out:
         such may be lost on the way."""
+        self._context = context
         self._kind = kind
-        self._socks = [context.socket(kind) for _ in range(connections)]
-        for number, sock in enumerate(self._socks):
-            sock.linger = 5000
-            sock.sndtimeo = 60_000
-            if kind == zmq.DEALER and number % 2:
-                sock.routing_id = b"r%d" % (number // 4)  # some are taken twice
-            sock.connect(f"tcp://127.0.0.1:{port}")
+        self._port = port
+        self._socks = [self._open(number) for number in range(connections)]
+
+    def _open(self, number: int) -> zmq.Socket[Any]:
+        sock = self._context.socket(self._kind)
+        sock.linger = 5000
+        sock.sndtimeo = 5000
+        if self._kind == zmq.DEALER and number % 2:
+            sock.routing_id = b"r%d" % (number // 4)  # some are taken twice
+        sock.connect(f"tcp://127.0.0.1:{self._port}")
+        return sock
 
     def send(self, frames: list[bytes]) -> None:
         number = self.sent % len(self._socks)
-        self._socks[number].send_multipart(frames)
+        try:
+            self._socks[number].send_multipart(frames)
+        except zmq.Again:  # driven out by another of its name, and not read any more: it begins anew
+            self._socks[number].close(linger=0)
+            self._socks[number] = self._open(number)
+            return
         self.sent += 1
         if self._kind == zmq.PUSH or number % 2 == 0:
             self.malformed += malformed(frames)

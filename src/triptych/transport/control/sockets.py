@@ -73,6 +73,9 @@ def bind(sock: zmq.Socket[bytes], host: str, port: int, *, host_flag: str, port_
         raise ConfigError(f"{host_flag}={host!r}: not an address of this machine ({error})") from error
     if ":" in address:
         sock.setsockopt(zmq.IPV6, 1)
+    # The kernel ends such a connection without a word to the peer, who must have that limit itself to notice: strangers
+    # who do not read their answers have not, and would stand still for minutes.
+    sock.setsockopt(zmq.TCP_MAXRT, 0)
     try:
         sock.bind(tcp_url(address, port))
     except zmq.ZMQError as error:
