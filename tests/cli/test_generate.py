@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import importlib.util
 import io
-import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -13,17 +11,12 @@ import msgspec
 import pytest
 from PIL import Image
 
+from tests import live_house
 from triptych.cli.main import main
 from triptych.wire.schema import Param
 
-_SPEC = importlib.util.spec_from_file_location("generate_house", Path(__file__).parents[1] / "api" / "conftest.py")
-assert _SPEC is not None
-assert _SPEC.loader is not None
-_MODULE = importlib.util.module_from_spec(_SPEC)
-sys.modules[_SPEC.name] = _MODULE
-_SPEC.loader.exec_module(_MODULE)
 
-make_house = _MODULE.make_house
+make_house = live_house.make_house
 
 
 def png(colour: int) -> bytes:
@@ -35,7 +28,7 @@ def png(colour: int) -> bytes:
 @pytest.fixture(scope="module")
 def studio(make_house: Callable[..., Any]) -> Iterator[Any]:
     """A server whose model takes everything that one can."""
-    schema = _MODULE.schema(with_count=True)
+    schema = live_house.schema(with_count=True)
     more = (
         Param(name="image", type="images", max_length=3, nullable=True),
         Param(name="last_image", type="image", nullable=True),
@@ -145,7 +138,7 @@ def test_a_parameter_needs_a_name_and_a_value(capsys: pytest.CaptureFixture[str]
 def test_a_model_without_prompt_is_asked_with_a_picture_alone(
     make_house: Callable[..., Any], folder: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    schema = _MODULE.schema(with_count=True)
+    schema = live_house.schema(with_count=True)
     params = tuple(param for param in schema.params if param.name != "prompt")
     with make_house(accepts=msgspec.structs.replace(schema, params=params)) as house:
         for output in ("a.mp4", "a.png"):

@@ -95,14 +95,18 @@ def accelerate(
         done += [_batching(name, model, batcher) for name, model in text_encoders.items()]
     if prompts is not None:
         done += [_prompts(name, model, prompts) for name, model in text_encoders.items()]
-        unknown = {name for name in modules.keys() - text_encoders.keys() if name.startswith("text_encoder")}
-        done += [_no_prompts(name, modules[name]) for name in sorted(unknown)]
+        rest = sorted(modules.keys() - text_encoders.keys())
+        done += [_no_prompts(name, modules[name]) for name in rest if name.startswith("text_encoder")]
     wish, backend = backend.partition(",")[0], attention.preferred(backend, device)
     denoisers = {name: model for name, model in modules.items() if quant.repeated_blocks(model)}
-    for name, model in denoisers.items():
-        done += _attention(name, model, device, dtype, profile, backend, cache_dir, agree)
+    others = sorted(modules.keys() - denoisers.keys() - text_encoders.keys())
+    unknown = [name for name in others if name.startswith(("transformer", "unet"))]
+    for name in (*denoisers, *unknown):
+        done += _attention(name, modules[name], device, dtype, profile, backend, cache_dir, agree)
         if backend != wish:
-            _tell_wish(wish, name, model)
+            own = attention.in_use(modules[name])
+            log.warning("attention-backend %s is not on this machine: %s uses %s", wish, name, own)
+    for name, model in denoisers.items():
         if profile == "fast" and name not in quantised:
             layers = quant.quantise([model], "fp8", device)
             done.append(Technique(name=f"{name}: fp8", on=True, why=f"{layers} linear layers"))
@@ -119,13 +123,8 @@ def accelerate(
             qwen_dit.leave_out_masks(model)
         if batcher is not None:
             done.append(_batching(name, model, batcher))
-    others = sorted(modules.keys() - denoisers.keys() - text_encoders.keys())
-    for name in (name for name in others if name.startswith(("transformer", "unet"))):
-        done += _attention(name, modules[name], device, dtype, profile, backend, cache_dir, agree)
-        if backend != wish:
-            _tell_wish(wish, name, modules[name])
-        if profile != "stock":
-            done.append(_passed_over(name, modules[name]))
+    if profile != "stock":
+        done += [_passed_over(name, modules[name]) for name in unknown]
     if batcher is not None:  # which needs no blocks of a kind that is known
         done += [_batching(name, modules[name], batcher) for name in others if name.startswith("transformer")]
     for name, model in modules.items():
@@ -143,10 +142,6 @@ def _is_text_encoder(model: nn.Module) -> bool:
 def _passed_over(name: str, model: nn.Module) -> Technique:
     why = f"{type(model).__name__} names no repeated blocks in Diffusers, so its stock ones run"
     return Technique(name=f"{name}: kernels and compile", on=False, why=why)
-
-
-def _tell_wish(wish: str, name: str, model: nn.Module) -> None:
-    log.warning("attention-backend %s is not on this machine: %s uses %s", wish, name, attention.in_use(model))
 
 
 def _batching(name: str, model: nn.Module, batcher: ForwardBatcher) -> Technique:

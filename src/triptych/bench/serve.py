@@ -267,16 +267,10 @@ def main(argv: Sequence[str]) -> int:
 
 
 def _gpus(args: argparse.Namespace) -> PoolGpus:
-    both = args.encoder_decoder_gpus is not None
-    said = {
-        "encoder": args.encoder_gpus or ("" if both else "0"),
-        "denoiser": args.denoiser_gpus or "0",
-        "decoder": args.decoder_gpus or ("" if both else "0"),
-        "encoder-decoder": args.encoder_decoder_gpus or "",
-    }
-    lists = {
-        f"{kind.replace('-', '_')}_gpus": read_gpu_lists(f"--{kind}-gpus", text) for kind, text in said.items() if text
-    }
+    alone = "" if args.encoder_decoder_gpus else "0"
+    defaults = {"encoder_gpus": alone, "denoiser_gpus": "0", "decoder_gpus": alone, "encoder_decoder_gpus": ""}
+    said = {key: getattr(args, key) or default for key, default in defaults.items()}
+    lists = {key: read_gpu_lists(f"--{key.replace('_', '-')}", text) for key, text in said.items() if text}
     return cast(PoolGpus, lists)
 
 

@@ -14,12 +14,12 @@ from triptych.cli.arguments import UP_TAKES_FROM_SERVE, said_options
 from triptych.errors import ConfigError
 from triptych.launch.args import ServerArgs
 from triptych.launch.group import Group, ProcessStatus
-from triptych.launch.plan import GroupPlan, PoolGpus, plan_pool
+from triptych.launch.plan import KINDS, GroupPlan, PoolGpus, plan_pool
 from triptych.launch.probe import probe
 from triptych.launch.sources import settle
 from triptych.launch.telling import show
 
-_KINDS = ("encoder", "denoiser", "decoder", "encoder-decoder")
+_KINDS = {name: key for key, (name, _) in KINDS.items() if key != "replica_gpus"}
 """Of instances that a list of GPUs, or a count, can be given for."""
 
 
@@ -56,8 +56,8 @@ def instance_lists(args: argparse.Namespace, options: ServerArgs) -> PoolGpus:
 
     Raises `ConfigError` when they contradict each other or the device.
     """
-    gpus = {kind: getattr(args, f"{_name(kind)}_gpus") for kind in _KINDS}
-    counts = {kind: getattr(args, f"{_name(kind)}s") for kind in _KINDS}
+    gpus = {kind: getattr(args, key) for kind, key in _KINDS.items()}
+    counts = {kind: getattr(args, f"{kind.replace('-', '_')}s") for kind in _KINDS}
     said_gpus = [f"--{kind}-gpus" for kind in _KINDS if gpus[kind] is not None]
     said_counts = [f"--{kind}s" for kind in _KINDS if counts[kind] is not None]
     if args.replicas and (said_gpus or said_counts):
@@ -76,11 +76,7 @@ def instance_lists(args: argparse.Namespace, options: ServerArgs) -> PoolGpus:
             raise ConfigError(f"{missing[0]} is missing: with {said_gpus[0]} say the GPUs of every role")
     else:
         gpus = {kind: [[0]] * (counts[kind] or int(kind in needed)) for kind in _KINDS}
-    return cast(PoolGpus, {f"{_name(kind)}_gpus": lists for kind, lists in gpus.items() if lists})
-
-
-def _name(kind: str) -> str:
-    return kind.replace("-", "_")
+    return cast(PoolGpus, {_KINDS[kind]: lists for kind, lists in gpus.items() if lists})
 
 
 def _await_ready(plan: GroupPlan, group: Group, stop: threading.Event) -> None:

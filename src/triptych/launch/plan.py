@@ -34,14 +34,14 @@ class PoolGpus(TypedDict, total=False):
     replica_gpus: Gpus
 
 
-_KINDS: dict[str, tuple[str, tuple[Role, ...]]] = {
+KINDS: dict[str, tuple[str, tuple[Role, ...]]] = {
     "encoder_gpus": ("encoder", (Role.ENCODER,)),
     "denoiser_gpus": ("denoiser", (Role.DENOISER,)),
     "decoder_gpus": ("decoder", (Role.DECODER,)),
     "encoder_decoder_gpus": ("encoder-decoder", (Role.ENCODER, Role.DECODER)),
     "replica_gpus": ("replica", ROLES),
 }
-"""What instances of each kind are called, and their roles."""
+"""What instances of each kind of `PoolGpus` are called, and their roles."""
 
 DRAIN_MARGIN = 10.0
 """Seconds that an instance may take beside those of its --drain-timeout."""
@@ -71,7 +71,7 @@ def plan_pool(args: ServerArgs, *, first_work_port: int | None = None, **gpus: U
     """
     wanted = [
         (f"{name}-{number}", roles, ids)
-        for kind, (name, roles) in _KINDS.items()
+        for kind, (name, roles) in KINDS.items()
         for number, ids in enumerate(gpus.get(kind, ()))
     ]
     missing = [role for role in ROLES if not any(role in roles for _, roles, _ in wanted)]

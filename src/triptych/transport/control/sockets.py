@@ -50,14 +50,13 @@ def open_socket(context: zmq.Context[zmq.Socket[bytes]], kind: int, *, max_bytes
     sock.setsockopt(zmq.MAXMSGSIZE, max_bytes)
     sock.setsockopt(zmq.SNDHWM, hwm)
     sock.setsockopt(zmq.RCVHWM, hwm)
-    # A peer whose machine vanished sends no FIN: TCP's own probes end the connection, or that it does not confirm what
-    # was sent. Not ZMQ's pings (HEARTBEAT_IVL): libzmq aborts the process when one is due to a peer that has closed
-    # while its messages wait to be read (zeromq/libzmq#4364).
+    # A peer whose machine vanished sends no FIN: TCP's own probes end the connection. Not ZMQ's pings (HEARTBEAT_IVL):
+    # libzmq aborts the process when one is due to a peer that has closed while its messages wait to be read
+    # (zeromq/libzmq#4364).
     sock.setsockopt(zmq.TCP_KEEPALIVE, 1)
     sock.setsockopt(zmq.TCP_KEEPALIVE_IDLE, 2)
     sock.setsockopt(zmq.TCP_KEEPALIVE_INTVL, 1)
     sock.setsockopt(zmq.TCP_KEEPALIVE_CNT, 3)
-    sock.setsockopt(zmq.TCP_MAXRT, _SILENCE_MS)
     sock.setsockopt(zmq.RECONNECT_IVL, 50)
     sock.setsockopt(zmq.RECONNECT_IVL_MAX, 1000)
     sock.setsockopt(zmq.CONNECT_TIMEOUT, 3000)
@@ -73,9 +72,6 @@ def bind(sock: zmq.Socket[bytes], host: str, port: int, *, host_flag: str, port_
         raise ConfigError(f"{host_flag}={host!r}: not an address of this machine ({error})") from error
     if ":" in address:
         sock.setsockopt(zmq.IPV6, 1)
-    # The kernel ends such a connection without a word to the peer, who must have that limit itself to notice: strangers
-    # who do not read their answers have not, and would stand still for minutes.
-    sock.setsockopt(zmq.TCP_MAXRT, 0)
     try:
         sock.bind(tcp_url(address, port))
     except zmq.ZMQError as error:
@@ -95,6 +91,9 @@ def connect(sock: zmq.Socket[bytes], host: str, port: int) -> None:
     """Connect to ``host:port``; ZMQ retries for ever. Raises `zmq.ZMQError` for an address it cannot parse."""
     if ":" in host:
         sock.setsockopt(zmq.IPV6, 1)
+    # What the peer does not confirm for so long ends the connection, too. Only here: the kernel tells the peer nothing,
+    # and strangers who do not read their answers, cut off where they are accepted, would stand still for minutes.
+    sock.setsockopt(zmq.TCP_MAXRT, _SILENCE_MS)
     sock.connect(tcp_url(host, port))
 
 
