@@ -15,7 +15,6 @@ from tests import live_house
 from triptych.cli.main import main
 from triptych.wire.schema import Param
 
-
 make_house = live_house.make_house
 
 
