@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 from triptych.cli import doctor
+from triptych.cli.accelerations import gpudirect
 from triptych.cli.doctor import GIB, findings
 from triptych.cli.finding import Finding
 from triptych.cli.main import main
@@ -74,6 +75,40 @@ def test_an_rdma_adapter_in_use_is_named_with_its_option(tmp_path: Path, monkeyp
         (tmp_path / "adapters" / name / "ports" / "1" / "state").write_text(state + "\n")
     monkeypatch.setattr("triptych.transport.adapters.LISTED", tmp_path / "adapters")
     assert "--disagg-ib-device mlx5_0,mlx5_1;" in find("rdma", tmp_path).found
+
+
+@pytest.mark.parametrize(
+    ("module", "bindings", "dma_buf", "build", "found", "mend"),
+    [
+        (True, True, False, "-non-cuda", "possible: the kernel module nvidia_peermem is loaded", ""),
+        (False, True, True, "-cuda13", "possible: the driver exports GPU memory as DMA-BUF", ""),
+        (False, True, True, "-non-cuda", "RDMA through host memory: the driver exports", "triptych[cuda13]"),
+        (False, True, False, "-cuda13", "RDMA through host memory: the kernel module nvidia_peermem", "modprobe"),
+        (True, False, False, "-cuda13", "RDMA through host memory", "cuda-bindings"),
+    ],
+)
+def test_whether_rdma_gets_at_gpu_memory_is_said_and_what_it_lacks(
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    module: bool,
+    bindings: bool,
+    dma_buf: bool,
+    build: str,
+    found: str,
+    mend: str,
+) -> None:
+    monkeypatch.setattr("triptych.transport.adapters.MODULES", tmp_path)
+    monkeypatch.setattr(
+        "triptych.cli.accelerations.installed",
+        lambda name: "0.3" if name == f"mooncake-transfer-engine{build}" else None,
+    )
+    if module:
+        (tmp_path / "nvidia_peermem").mkdir()
+    finding = gpudirect(bindings=bindings, dma_buf=dma_buf)
+    assert finding.verdict == "ok"
+    assert finding.found.startswith(found)
+    assert mend in finding.mend
+    assert bool(mend) == bool(finding.mend)
 
 
 def test_an_engine_that_never_comes_up_is_a_failure(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

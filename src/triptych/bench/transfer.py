@@ -40,8 +40,9 @@ from triptych.wire.manifest import Manifest
 
 SIZES = (64 << 10, 1 * MIB, 4 * MIB, 16 * MIB, 64 * MIB)
 PLANES: tuple[TransferKind, ...] = ("local", "shm", "mooncake")
-ON_GPUS: tuple[TransferKind, ...] = ("cuda-ipc",)
-"""Planes between GPUs only, measured where they are asked for."""
+ON_GPUS: tuple[TransferKind, ...] = ("cuda-ipc", "gpudirect")
+"""Planes between GPUs only, measured where they are asked for; gpudirect not together with mooncake, for a process has
+one engine."""
 MEMCPY = "memory copy"
 TCP = "raw TCP"
 COPIES = "two copies"
@@ -225,9 +226,9 @@ def _raw_tcp() -> Generator[Way]:
 @contextlib.contextmanager
 def _plane(kind: TransferKind, pool_bytes: int, device: str | None, sender: str) -> Generator[Way]:
     epoch = Epoch(secrets.token_hex(8))
-    # Only Mooncake receives into its pool; the others need none here, but a local handoff is staged in ours.
+    # Only Mooncake receives into its pools; the others need none here, but a local handoff is staged in ours.
     own_bytes = MIB if kind in ("shm", "cuda-ipc") else pool_bytes
-    config = TransferConfig(kind=kind, pool_bytes=own_bytes, gpu_pool_bytes=MIB if kind == "cuda-ipc" else 0)
+    config = TransferConfig(kind=kind, pool_bytes=own_bytes, gpu_pool_bytes=own_bytes if kind in ON_GPUS else 0)
     plane = open_plane(config, InstanceId("bench-receiver"), epoch, device or "cpu")
     peer = None if kind == "local" else Peer(kind, pool_bytes, sender)
 
@@ -317,7 +318,7 @@ def main(arguments: Sequence[str]) -> int:
         options.sizes, options.planes, rounds=options.rounds, device=options.device, sender=options.sender
     )
     show(rows, Console())
-    if "mooncake" in options.planes:
+    if "mooncake" in options.planes or "gpudirect" in options.planes:
         sys.stdout.flush()
         os._exit(0)  # threads of the Mooncake engine abort the interpreter's own way out
     return 0

@@ -25,7 +25,7 @@ from triptych.transport.data.protocol import Payload
 
 def serve_plane(kind: TransferKind, pool_bytes: int, device: str) -> None:
     """Stage what stdin says, until it ends."""
-    on_gpu = pool_bytes if kind == "cuda-ipc" else 0
+    on_gpu = pool_bytes if kind in ("cuda-ipc", "gpudirect") else 0
     config = TransferConfig(kind=kind, pool_bytes=pool_bytes, gpu_pool_bytes=on_gpu)
     plane = open_plane(config, InstanceId("bench-sender"), Epoch(secrets.token_hex(8)), device)
     print("ready", flush=True)

@@ -13,6 +13,8 @@ from torch.cuda import nccl
 from triptych.accel import attention
 from triptych.accel.compiling import default_folder
 from triptych.cli.finding import Finding, installed
+from triptych.transport.adapters import active_adapters, gpu_reach, peer_memory
+from triptych.transport.data.gpu_memory import all_export_dma_buf
 
 _HOPPER = (9, 0)
 _FP8 = (8, 9)
@@ -33,6 +35,8 @@ def accelerations() -> Iterator[Finding]:
     yield _fp8(capability)
     if torch.cuda.device_count() > 1:
         yield from _several_gpus()
+    if active_adapters():
+        yield gpudirect(bindings=installed("cuda-bindings") is not None, dma_buf=all_export_dma_buf())
 
 
 def _attention(present: tuple[str, ...], capability: tuple[int, int]) -> Finding:
@@ -88,3 +92,20 @@ def _several_gpus() -> Iterator[Finding]:
         )  # fmt: skip
     else:
         yield Finding(verdict="ok", what="gpu to gpu", found="CUDA IPC, with --disagg-transfer-gpu-pool-size")
+
+
+def gpudirect(*, bindings: bool, dma_buf: bool) -> Finding:
+    """Whether RDMA can get at GPU memory, as far as can be seen without trying: with the package cuda-bindings or
+    without, and of GPUs that all export their memory as DMA-BUF or not."""
+    what, host = "gpudirect", "RDMA through host memory"
+    if not bindings:
+        mend = "pip install cuda-bindings for --disagg-transfer-gpu-pool-size"
+        return Finding(verdict="ok", what=what, found=host, mend=mend)
+    reach = gpu_reach(dma_buf=dma_buf)
+    if not reach.possible:
+        return Finding(verdict="ok", what=what, found=f"{host}: {reach.found}", mend=reach.mend)
+    if peer_memory() is None and installed("mooncake-transfer-engine-non-cuda"):
+        mend = 'pip install "triptych[cuda12]" or "triptych[cuda13]" in place of the build for the CPU'
+        return Finding(verdict="ok", what=what, found=f"{host}: {reach.found}", mend=mend)
+    found = f"possible: {reach.found}; with --disagg-ib-device and --disagg-transfer-gpu-pool-size"
+    return Finding(verdict="ok", what=what, found=found)

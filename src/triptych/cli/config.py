@@ -54,7 +54,7 @@ def _shown(value: Any) -> str:
 
 def _between_hosts(options: ServerArgs) -> list[tuple[str, str, str]]:
     """What Mooncake is to use, which has a file and variables of its own."""
-    if options.kind != "instance" or options.disagg_transfer not in ("auto", "mooncake"):
+    if options.kind != "instance" or options.disagg_transfer not in ("auto", "gpudirect", "mooncake"):
         return []
     from triptych.transport.data.settings import FILE_VARIABLE, VARIABLES, engine_settings
 

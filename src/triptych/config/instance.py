@@ -21,7 +21,7 @@ from triptych.errors import ConfigError
 from triptych.ids import ROLES, Role
 from triptych.parallelism import Parallelism
 
-TransferKind = Literal["auto", "local", "shm", "cuda-ipc", "mooncake"]
+TransferKind = Literal["auto", "local", "shm", "cuda-ipc", "gpudirect", "mooncake"]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -30,7 +30,7 @@ class TransferConfig:
 
     kind: TransferKind = "auto"
     """auto takes the best plane that both ends have: CUDA IPC between GPUs that share memory, local, then shm on one
-    host, then Mooncake."""
+    host, then Mooncake, by RDMA also between GPUs."""
     hostname: str = "127.0.0.1"
     """Address that peers reach this instance's data plane and work port under (``--disagg-p2p-hostname``)."""
     ib_device: str | None = None
@@ -38,15 +38,15 @@ class TransferConfig:
     pool_bytes: int = 256 * MIB
     """Registered memory for staged and pulled tensors."""
     gpu_pool_bytes: int = 0
-    """GPU memory from which other GPUs of the host copy the newest of them (CUDA IPC); 0: they go through host memory.
-    """
+    """GPU memory out of which other GPUs take the newest of them: of the host by CUDA IPC, of others by Mooncake over
+    RDMA; 0: they go through host memory."""
 
     def __post_init__(self) -> None:
         if self.pool_bytes < MIB:
             raise ConfigError(f"disagg-transfer-pool-size={self.pool_bytes}: must be at least 1 MiB")
         if self.gpu_pool_bytes and self.gpu_pool_bytes < MIB:
             raise ConfigError(f"disagg-transfer-gpu-pool-size={self.gpu_pool_bytes}: must be 0 or at least 1 MiB")
-        if self.ib_device is not None and self.kind not in ("auto", "mooncake"):
+        if self.ib_device is not None and self.kind not in ("auto", "gpudirect", "mooncake"):
             raise ConfigError(f"disagg-ib-device={self.ib_device!r} needs disagg-transfer mooncake, not {self.kind!r}")
 
 

@@ -27,7 +27,7 @@ _Label = TypeVar("_Label", bound=str)
 _INSTANCE = "instance_id"
 """Not ``instance``, which Prometheus itself gives every series, for the address that it scraped."""
 
-PLANES = frozenset({"local", "shm", "cuda-ipc", "mooncake"})
+PLANES = frozenset({"local", "shm", "cuda-ipc", "gpudirect", "mooncake"})
 """Data planes with a label value of their own. The name comes from an instance, so any other counts as ``other``."""
 
 _COUNTS = {
@@ -49,6 +49,8 @@ class Gauges:
     """What is read at the moment of a scrape."""
 
     states: Mapping[JobState, int]
+    failing: Mapping[str, bool]
+    """Journal and media store, and whether each cannot be written."""
     queues: Mapping[Role, int]
     slots_used: Mapping[Role, int]
     slots_free: Mapping[Role, int]
@@ -130,6 +132,7 @@ class _Scrape(Collector):
         gauges, metrics = self._read(), self._metrics
         live = {state: count for state, count in gauges.states.items() if state not in TERMINAL}
         yield _gauge("requests", "Requests that have not ended, by state.", "state", live)
+        yield _gauge("storage_failing", "1 while it cannot be written.", "store", gauges.failing)
         yield _gauge("queue_depth", "Requests that wait for an instance.", "role", gauges.queues)
         yield _gauge("slots_used", "Slots with a lease.", "role", gauges.slots_used)
         yield _gauge("slots_free", "Slots without a lease.", "role", gauges.slots_free)

@@ -25,7 +25,7 @@ class Locator(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
     """One way to reach a copy. A receiver takes the best one that it can use."""
 
     plane: str
-    """Name of the data plane: ``local``, ``shm``, ``cuda-ipc`` or ``mooncake``."""
+    """Name of the data plane: ``local``, ``shm``, ``cuda-ipc``, ``gpudirect`` or ``mooncake``."""
     host: str
     """Boot id of the machine, so that same-host planes are used on one host only."""
     address: str
@@ -35,8 +35,8 @@ class Locator(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
     pool_bytes: int
     """Size of the pool; a receiver refuses a copy that would lie outside it."""
     checksum: int = 0
-    """Of planes that have a checksum of their own, ``cuda-ipc``: the sum of the copy's 64-bit words, each times an odd
-    number of its own, as a signed number of 64 bits."""
+    """Of planes that have a checksum of their own, ``cuda-ipc`` and ``gpudirect``: the sum of the copy's 64-bit words,
+    each times an odd number of its own, as a signed number of 64 bits."""
 
 
 class Manifest(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):

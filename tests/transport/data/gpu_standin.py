@@ -16,7 +16,7 @@ import torch
 from triptych.config import TransferConfig
 from triptych.ids import Epoch, InstanceId
 from triptych.transport.data.gpu_memory import HANDLE_BYTES, GpuMemoryError
-from triptych.transport.data.plane import open_plane
+from triptych.transport.data.plane import open_plane, settings_between_hosts
 from triptych.transport.data.pooled import PooledPlane
 
 _numbers = itertools.count()
@@ -31,7 +31,8 @@ def open_gpu_plane(name: str, epoch: str, pool_bytes: int, gpu_pool_bytes: int, 
         plane = open_plane(config, InstanceId(name), Epoch(epoch), str(DEVICE))
         assert isinstance(plane, PooledPlane)
         return plane
-    return PooledPlane(config, InstanceId(name), Epoch(epoch), gpu=None, shared=StandIn())
+    between_hosts = settings_between_hosts(config, None)
+    return PooledPlane(config, InstanceId(name), Epoch(epoch), gpu=None, shared=StandIn(), between_hosts=between_hosts)
 
 
 class StandIn:
@@ -78,6 +79,12 @@ class StandIn:
 
     def view(self, address: int, nbytes: int) -> torch.Tensor:
         return torch.frombuffer(self.files[address][1], dtype=torch.uint8)[:nbytes]
+
+    def flush(self) -> None:
+        pass
+
+    def exports_dma_buf(self) -> bool:
+        return False
 
 
 def _address(mapping: mmap.mmap) -> int:

@@ -36,7 +36,7 @@ def tensors(seed: int, nbytes: int) -> tuple[torch.Tensor, ...]:
 
 def open_sender(epoch: str, kind: str, pool_bytes: int, port: int | None) -> DataPlane:
     """The plane; with ``port``, one whose Mooncake session is there."""
-    if kind == "cuda-ipc":
+    if kind in ("cuda-ipc", "gpudirect"):
         import gpu_standin
 
         return gpu_standin.open_gpu_plane("sender", epoch, pool_bytes, pool_bytes // 4, kind)
@@ -64,7 +64,7 @@ def main(epoch: str, kind: str, pool_bytes: str, port: str | None = None) -> Non
             print(plane.used_bytes, flush=True)
             continue
         data = tensors(order["seed"], order["nbytes"]) if order["tensors"] else ()
-        if kind == "cuda-ipc" and torch.cuda.is_available():
+        if kind in ("cuda-ipc", "gpudirect") and torch.cuda.is_available():
             data = tuple(tensor.cuda() for tensor in data)
         manifest = plane.stage(RequestId("r"), Payload(tree=b"tree", tensors=data))
         print(msgspec.msgpack.encode(manifest).hex(), flush=True)

@@ -13,7 +13,7 @@ from tests.transport.data.gpu_standin import DEVICE, StandIn, open_gpu_plane
 from triptych.config import TransferConfig
 from triptych.errors import ConfigError, TransferError
 from triptych.ids import Epoch, InstanceId, RequestId
-from triptych.transport.data.cuda_ipc import weighted_sum
+from triptych.transport.data.gpu_pool import weighted_sum
 from triptych.transport.data.plane import open_plane
 from triptych.transport.data.pooled import PooledPlane
 from triptych.transport.data.protocol import Payload, Pull

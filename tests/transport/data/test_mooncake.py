@@ -12,10 +12,12 @@ import msgspec
 import pytest
 import torch
 
+from tests.transport.data.draining import empty_again, until_drained
 from triptych.config import TransferConfig
 from triptych.errors import ConfigError, TooLarge, TransferError
 from triptych.ids import Epoch, InstanceId, RequestId
 from triptych.transport.data.plane import open_plane
+from triptych.transport.data.pooled import PooledPlane
 from triptych.transport.data.protocol import DataPlane, Payload, Pull
 from triptych.wire.manifest import Manifest
 
@@ -29,28 +31,18 @@ R = RequestId("r")
 
 
 @pytest.fixture(scope="module")
-def opened() -> Iterator[DataPlane]:
+def opened() -> Iterator[PooledPlane]:
     config = TransferConfig(kind="mooncake", pool_bytes=8 * MIB)
     plane = open_plane(config, InstanceId("receiver"), Epoch("receiver-1"), "cpu")
+    assert isinstance(plane, PooledPlane)
     yield plane
     plane.close()
 
 
 @pytest.fixture
-def plane(opened: DataPlane) -> Iterator[DataPlane]:
+def plane(opened: PooledPlane) -> Iterator[PooledPlane]:
     """The one plane of this process, which is empty again after each test."""
-    yield opened
-    opened.check_integrity()
-    opened.release([manifest.copy for manifest in opened.copies()])
-    opened.take_dropped()
-    until_drained(opened)
-
-
-def until_drained(plane: DataPlane, seconds: float = 60.0) -> None:
-    deadline = time.monotonic() + seconds
-    while plane.used_bytes and time.monotonic() < deadline:
-        time.sleep(0.01)
-    assert plane.used_bytes == 0
+    yield from empty_again(opened)
 
 
 def changed(manifest: Manifest, **fields: object) -> Manifest:

@@ -53,6 +53,14 @@ class HostCarrier(Carrier, Protocol):
         ...
 
 
+class GpuCarrier(Carrier, Protocol):
+    """A carrier by which peers reach the copies that are in our pool in GPU memory."""
+
+    def locator(self, offset: int, checksum: int) -> Locator:
+        """How a peer finds the copy at ``offset`` of that pool, with its `weighted_sum`."""
+        ...
+
+
 def within_pool(manifest: Manifest, locator: Locator, pool_bytes: int) -> None:
     """Raise `TransferError` unless the copy lies inside its pool of ``pool_bytes``. Locators are not believed."""
     if locator.offset < 0 or locator.offset + manifest.nbytes > pool_bytes:

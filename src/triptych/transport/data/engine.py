@@ -12,6 +12,8 @@ Facts that shape this file, all seen with the wheels 0.3.13 and 0.3.14:
 - What the engine has learnt about a peer it keeps, so that one restarted on its old port is not found again. It is
   told to keep nothing and to ask each time, which costs a fraction of a millisecond.
 - A transfer cannot be called off: until it is over its destination may still be written.
+- GPU memory it registers by the kernel module nvidia_peermem or, with WITH_NVIDIA_PEERMEM=0, as DMA-BUF. With that it
+  opens no adapter beside a GPU that exports none, also for host memory.
 - It listens on all interfaces and asks nobody for credentials: whoever reaches its ports can read and write the pool.
 - A process in which a transfer is not over must end by `os._exit`: on the normal way out its threads abort it.
 """
@@ -139,10 +141,11 @@ _in_use = False
 _loaded: tuple[Transport, Any] | None = None
 
 
-def load(transport: Transport, hostname: str) -> Any:
-    """The module ``mooncake.engine``, set up for ``transport`` and the kind of address that ``hostname`` is. Raises
+def load(settings: EngineSettings) -> Any:
+    """The module ``mooncake.engine``, set up for the transport and the kind of address that ``settings`` name. Raises
     `ConfigError` that says how to mend it."""
     global _loaded
+    transport = settings.transport
     if _loaded is not None:
         if _loaded[0] != transport:
             raise ConfigError(f"Mooncake runs over {_loaded[0]} in this process and cannot change to {transport}")
@@ -152,9 +155,9 @@ def load(transport: Transport, hostname: str) -> Any:
     if "mooncake.engine" in sys.modules:
         raise ConfigError("mooncake.engine was imported before its settings were made; leave importing it to Triptych")
     os.environ["MC_FORCE_TCP" if transport == "tcp" else "MC_FORCE_HCA"] = "1"
-    for name, value in _SETTINGS.items():
+    for name, value in {**_SETTINGS, "WITH_NVIDIA_PEERMEM": str(int(not settings.dma_buf))}.items():
         os.environ.setdefault(name, value)
-    if ":" in hostname:
+    if ":" in settings.hostname:
         os.environ.setdefault("MC_USE_IPV6", "1")  # without it the engine listens there and finds nobody
     try:
         module = importlib.import_module("mooncake.engine")
@@ -265,12 +268,13 @@ class Engine:
     def __init__(self, settings: EngineSettings, memory: torch.Tensor) -> None:
         global _in_use
         hostname, transport, devices = settings.hostname, settings.transport, settings.devices
-        module = load(transport, hostname)
+        module = load(settings)
         with _open_lock:
             if _in_use:
                 raise ConfigError("this process runs a Mooncake Transfer Engine already; there can be one")
             _in_use = True
         self._memory = memory  # kept: while a transfer may still write to it, it must stay mapped
+        self._registered = [memory.data_ptr()]
         self._lock = threading.Lock()
         self._lanes: dict[str, _Lane] = {}
         try:
@@ -288,6 +292,13 @@ class Engine:
             raise
         self.session = host_port(hostname, self._engine.get_rpc_port())
         self._handle = _Ticket if hasattr(self._engine, "submit_scatter_read") else _Batch
+
+    def register(self, address: int, nbytes: int) -> bool:
+        """Let peers read, and transfers write, further memory of this process; whether it could be done."""
+        if self._engine.register_memory(address, nbytes) != 0:
+            return False
+        self._registered.append(address)
+        return True
 
     def start(self, transfer: Transfer) -> None:
         """Begin a transfer; `wait` for it."""
@@ -319,11 +330,11 @@ class Engine:
             transfer.abandoned = True
             return None if transfer.submitted else Outcome.FAILED
 
-    def close(self) -> None:
-        """Stop the threads and unregister the pool.
+    def close(self) -> bool:
+        """Stop the threads and unregister all memory; whether no transfer writes to it any more.
 
-        When a transfer is not over in two seconds the pool stays registered, and mapped, and the process must end by
-        `os._exit`; a worker always does.
+        When one is not over in two seconds the memory stays registered, and must stay allocated, and the process must
+        end by `os._exit`; a worker always does.
         """
         global _in_use
         with self._lock:
@@ -333,6 +344,9 @@ class Engine:
         end = time.monotonic() + _CLOSE_SECONDS
         for lane in lanes:
             lane.thread.join(max(0.0, end - time.monotonic()))
-        if not any(lane.thread.is_alive() for lane in lanes):
-            self._engine.unregister_memory(self._memory.data_ptr())
-            _in_use = False
+        if any(lane.thread.is_alive() for lane in lanes):
+            return False
+        for address in self._registered:
+            self._engine.unregister_memory(address)
+        _in_use = False
+        return True

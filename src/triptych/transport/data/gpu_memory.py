@@ -1,4 +1,4 @@
-"""GPU memory that another process of the host can map, by NVIDIA's own bindings of the CUDA runtime.
+"""GPU memory that another process can map or an adapter can reach, by NVIDIA's own bindings of the CUDA runtime.
 
 torch can share its tensors between processes too, but keeps the books of that in named shared memory, which a killed
 process leaves behind, and its allocator moves memory that is in use by no tensor. This memory is a plain allocation.
@@ -56,6 +56,15 @@ class GpuMemory(Protocol):
         """An allocation of our own as uint8 [nbytes]."""
         ...
 
+    def flush(self) -> None:
+        """Have what adapters have written be there for whatever the GPU is given from now on. Raises
+        `GpuMemoryError`."""
+        ...
+
+    def exports_dma_buf(self) -> bool:
+        """Whether this GPU, and every other that the process sees, lets adapters reach its memory as DMA-BUF."""
+        ...
+
 
 class CudaMemory:
     """That of a CUDA device. Raises `ConfigError` without the bindings."""
@@ -70,6 +79,14 @@ class CudaMemory:
                 "handoffs between GPUs need the package cuda-bindings, which torch's CUDA builds bring since 2.11: "
                 "install it, or leave disagg-transfer-gpu-pool-size at 0"
             ) from error
+        runtime = self._runtime
+        options = self._call(
+            "cudaDeviceGetAttribute",
+            runtime.cudaDeviceAttr.cudaDevAttrGPUDirectRDMAFlushWritesOptions,
+            self.device.index,
+        )
+        by_host = runtime.cudaFlushGPUDirectRDMAWritesOptions.cudaFlushGPUDirectRDMAWritesOptionHost
+        self._flushes = bool(int(options) & int(by_host))
 
     def _call(self, name: str, *arguments: object) -> Any:
         """The first thing that the call gives, made at our device."""
@@ -113,6 +130,31 @@ class CudaMemory:
         """The allocation as a tensor, which does not own it."""
         with torch.cuda.device(self.device):
             return torch.as_tensor(_Bytes(address, nbytes), device=self.device)
+
+    def flush(self) -> None:
+        """Nothing, where the GPU sees those writes in order by itself or has no such call."""
+        if self._flushes:
+            target = self._runtime.cudaFlushGPUDirectRDMAWritesTarget.cudaFlushGPUDirectRDMAWritesTargetCurrentDevice
+            scope = self._runtime.cudaFlushGPUDirectRDMAWritesScope.cudaFlushGPUDirectRDMAWritesToOwner
+            self._call("cudaDeviceFlushGPUDirectRDMAWrites", target, scope)
+
+    def exports_dma_buf(self) -> bool:
+        """As the driver says, which knows of the kernel too."""
+        return all_export_dma_buf()
+
+
+def all_export_dma_buf() -> bool:
+    """Whether every GPU that the process sees lets adapters reach its memory as DMA-BUF; False where none can say."""
+    try:
+        driver: Any = importlib.import_module("cuda.bindings.driver")
+        attribute = driver.CUdevice_attribute.CU_DEVICE_ATTRIBUTE_DMA_BUF_SUPPORTED
+        _result("cuInit", driver.cuInit(0))
+        return all(
+            int(_result("cuDeviceGetAttribute", driver.cuDeviceGetAttribute(attribute, index)))
+            for index in range(torch.cuda.device_count())
+        )
+    except (ImportError, GpuMemoryError):
+        return False
 
 
 def _result(name: str, given: tuple[Any, ...], which: int = 0) -> Any:

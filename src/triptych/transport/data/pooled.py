@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import logging
 import os
@@ -12,20 +13,20 @@ from collections.abc import Callable, Iterator, Sequence
 import torch
 
 from triptych.config import TransferConfig
-from triptych.errors import ConfigError, TransferError
+from triptych.errors import TransferError
 from triptych.ids import CopyId, Epoch, InstanceId, RequestId
 from triptych.page_lock import page_lock, page_unlock
 from triptych.transport.data import layout
-from triptych.transport.data.carrier import Carrier, HostCarrier
-from triptych.transport.data.cuda_ipc import CudaIpcCarrier, GpuPool, Shown
+from triptych.transport.data.carrier import Carrier
+from triptych.transport.data.carriers import Carriers
+from triptych.transport.data.chunked import reserve_bytes
 from triptych.transport.data.gpu_memory import GpuMemory
-from triptych.transport.data.mooncake import MooncakeCarrier, reserve_bytes
-from triptych.transport.data.own import OwnCarrier
+from triptych.transport.data.gpu_pool import Shown
 from triptych.transport.data.pieces import Intake, checksum, hands_for
 from triptych.transport.data.pool import Pool
 from triptych.transport.data.protocol import Payload, PoolFigures, Pull
 from triptych.transport.data.settings import EngineSettings
-from triptych.transport.data.shm import Segment, ShmCarrier
+from triptych.transport.data.shm import Segment
 from triptych.wire.manifest import Locator, Manifest
 
 _log = logging.getLogger(__name__)
@@ -35,8 +36,8 @@ class PooledPlane:
     """A `DataPlane` over one pool of shared memory, which all carriers serve.
 
     With a ``gpu`` the pool and the pulled payloads are page-locked, so that copies to and from it run at the speed of
-    the bus. With ``shared`` there is a second pool, in that GPU memory. Payloads come on the CPU, or by ``cuda-ipc`` on
-    the GPU. With ``between_hosts`` peers of other hosts reach it by an engine of these settings.
+    the bus. With ``shared`` there is a second pool, in that GPU memory. Payloads come on the CPU, or by ``cuda-ipc``
+    and ``gpudirect`` on the GPU. With ``between_hosts`` peers of other hosts reach it by an engine of these settings.
     """
 
     def __init__(
@@ -59,32 +60,22 @@ class PooledPlane:
         self._hands = hands_for(len(os.sched_getaffinity(0)))
         self._segment = Segment(config.pool_bytes)
         self._pool = Pool(config.pool_bytes, reserve_bytes(config.pool_bytes) if between_hosts else 0)
-        self._gpu_pool: GpuPool | None = None
-        self._carriers: list[Carrier] = []
-        """Best first."""
-        self._host_carriers: list[HostCarrier] = []
-        try:
-            if shared is not None and config.kind in ("auto", "cuda-ipc"):
-                self._gpu_pool = GpuPool(shared, config.gpu_pool_bytes, self._segment)
-                self._carriers.append(CudaIpcCarrier(self._gpu_pool))
-            if config.kind == "auto":
-                self._add(OwnCarrier(self._pool, self._lock, self._segment, epoch))
-            if config.kind in ("auto", "shm", "cuda-ipc"):
-                self._add(ShmCarrier(self._segment))
-            if between_hosts:
-                self._add(MooncakeCarrier(between_hosts, pool=self._pool, lock=self._lock, segment=self._segment))
-        except ConfigError:
-            for carrier in self._carriers:
-                carrier.close()
-            self._segment.close()
-            raise
+        with contextlib.ExitStack() as undo:
+            undo.callback(self._segment.close)
+            self._carriers = Carriers(
+                config,
+                epoch,
+                pool=self._pool,
+                lock=self._lock,
+                segment=self._segment,
+                shared=shared,
+                between_hosts=between_hosts,
+            )
+            undo.pop_all()
+        self._gpu_pool = self._carriers.gpu_pool
         self._locked_for = gpu if gpu is not None and _page_lock(self._segment.memory, gpu) else None
         self.pool_bytes = self._pool.stage_capacity
-        self.planes: tuple[str, ...] = tuple(carrier.plane for carrier in self._carriers)
-
-    def _add(self, carrier: HostCarrier) -> None:
-        self._carriers.append(carrier)
-        self._host_carriers.append(carrier)
+        self.planes: tuple[str, ...] = tuple(carrier.plane for carrier in self._carriers.all)
 
     # -- staging -----------------------------------------------------------------------------------------------
 
@@ -105,6 +96,7 @@ class PooledPlane:
             memory = self._segment.memory[block.offset : block.offset + nbytes]
             layout.write(payload.tensors, entries, memory)
             layout.settle(payload.tensors)
+            summed = shown.checksum() if shown is not None else 0
             manifest = Manifest(
                 copy=copy,
                 request=request,
@@ -115,8 +107,8 @@ class PooledPlane:
                 tensors=entries,
                 tree=payload.tree,
                 locators=(
-                    *((shown.locator(),) if shown is not None else ()),
-                    *(carrier.locator(block.offset) for carrier in self._host_carriers),
+                    *(carrier.locator(shown.offset, summed) for carrier in self._carriers.of_gpu if shown is not None),
+                    *(carrier.locator(block.offset) for carrier in self._carriers.of_host),
                 ),
             )
         except BaseException:
@@ -163,12 +155,12 @@ class PooledPlane:
         offered = ", ".join(locator.plane for locator in manifest.locators) or "none"
         raise TransferError(
             f"no data plane in common with {manifest.producer}: it offers {offered}, this instance has "
-            f"{', '.join(self.planes)}; planes other than mooncake need one host"
+            f"{', '.join(self.planes)}; planes other than gpudirect and mooncake need one host"
         )
 
     def _ways(self, manifest: Manifest) -> Iterator[tuple[Carrier, Locator]]:
         """How the copy can be had, best first."""
-        for carrier in self._carriers:
+        for carrier in self._carriers.all:
             for locator in manifest.locators:
                 if carrier.reaches(locator):
                     yield carrier, locator
@@ -220,6 +212,11 @@ class PooledPlane:
         with self._lock:
             return self._pool.used_bytes
 
+    @property
+    def gpu_used_bytes(self) -> int:
+        """The same of the pool in GPU memory; 0 without one."""
+        return self._gpu_pool.used_bytes if self._gpu_pool is not None else 0
+
     def check_integrity(self) -> None:
         """Raise AssertionError when the books do not add up."""
         with self._lock:
@@ -233,8 +230,7 @@ class PooledPlane:
         if self._closed:
             return
         self._closed = True
-        for carrier in self._carriers:
-            carrier.close()
+        self._carriers.close()
         self._hands.close()
         if self._locked_for is not None:
             page_unlock(self._segment.memory, self._locked_for)

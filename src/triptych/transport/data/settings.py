@@ -35,6 +35,8 @@ class EngineSettings:
     transport: Transport
     devices: str | None
     """RDMA adapters, with commas between; None with RDMA: every one that there is."""
+    dma_buf: bool = False
+    """Have adapters reach GPU memory as DMA-BUF, which all GPUs must export, and not by the module nvidia_peermem."""
 
 
 @dataclass(frozen=True, slots=True)
