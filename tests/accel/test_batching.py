@@ -78,16 +78,18 @@ def test_an_error_comes_to_the_request_that_it_is_of_and_not_to_those_that_share
     assert [type(answer) for answer in answers] == [tuple, ValueError, tuple, tuple, tuple]
 
 
-def limited(model: Model, monkeypatch: pytest.MonkeyPatch, rows: int) -> None:
-    """Give the model memory for so many rows at once."""
+def limited(model: Model, monkeypatch: pytest.MonkeyPatch, rows: int) -> list[int]:
+    """Give the model memory for so many rows at once; what is answered says how many, and may be changed."""
+    memory = [rows]
 
     def compute(x: Tensor, grids: list[tuple[int, int]]) -> Tensor:
         model.batches.append(x.shape[0])
-        if x.shape[0] > rows:
+        if x.shape[0] > memory[0]:
             raise torch.OutOfMemoryError("CUDA out of memory")
         return x
 
     monkeypatch.setattr(model, "forward", compute)
+    return memory
 
 
 def test_a_forward_that_is_too_large_is_computed_in_parts_and_not_tried_again(
@@ -102,6 +104,34 @@ def test_a_forward_that_is_too_large_is_computed_in_parts_and_not_tried_again(
     model.batches.clear()
     batcher.run([call for _, call in calls])
     assert model.batches == [2, 2, 2, 2]
+
+
+def test_what_there_was_no_memory_for_is_tried_again_later(model: Model, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Symptom: after one shortage forwards had half as many requests until the end of the process."""
+    memory = limited(model, monkeypatch, 2)
+    batcher = ForwardBatcher()
+    calls = [call for _, call in parked(model, batcher, *(given(float(n)) for n in range(4)))]
+    batcher.caps[calls[0].key] = 4
+    batcher.run(calls)
+    model.batches.clear()
+    for _ in range(200):
+        batcher.run(calls)
+    assert 0 < model.batches.count(4) < 5, "still too large: tried seldom"
+    memory[0] = 4
+    for _ in range(1000):
+        batcher.run(calls)
+    model.batches.clear()
+    batcher.run(calls)
+    assert model.batches == [4]
+
+
+def test_more_than_are_computed_at_once_are_not_measured(model: Model, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("triptych.accel.batching.time.perf_counter", lambda: 0.0)
+    monkeypatch.setattr("triptych.accel.batching._GAIN", 1.0)
+    batcher = ForwardBatcher(most=3)
+    calls = parked(model, batcher, *(given(float(n)) for n in range(3)))
+    results(calls, batcher)
+    assert max(model.batches) == 2
 
 
 @pytest.mark.parametrize("error", [torch.OutOfMemoryError("CUDA out of memory"), ValueError("no")])
@@ -130,6 +160,24 @@ def test_as_many_are_joined_as_the_memory_holds(model: Model, monkeypatch: pytes
     batcher.run([call for _, call in calls])
     assert set(batcher.caps.values()) == {4}
     assert all(call.error is None for _, call in calls)
+
+
+def test_forwards_that_become_cuda_graphs_are_measured_as_such(model: Model, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Launched kernel by kernel a forward takes as long for one as for eight, replayed as long as it computes."""
+    clock, seen = [0.0], dict[int, int]()
+
+    def compute(x: Tensor, grids: list[tuple[int, int]]) -> Tensor:
+        seen[x.shape[0]] = seen.get(x.shape[0], 0) + 1
+        clock[0] += 0.050 if seen[x.shape[0]] < 5 else 0.008 * x.shape[0]
+        model.batches.append(x.shape[0])
+        return x
+
+    monkeypatch.setattr("triptych.accel.batching.time.perf_counter", lambda: clock[0])
+    monkeypatch.setattr(model, "forward", compute)
+    batcher = ForwardBatcher()
+    calls = parked(model, batcher, *(given(1.0) for _ in range(8)))
+    batcher.run([call for _, call in calls])
+    assert set(batcher.caps.values()) == {1}
 
 
 @pytest.mark.parametrize(("cost", "cap"), [(lambda n: 1.0 + 0.1 * n, 8), (float, 1)])

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 from triptych.accel import cuda_graphs
 from triptych.accel.cuda_graphs import CudaGraphs
+from triptych.accel.shortage import free_memory
 
 
 class Machine:
@@ -114,3 +115,25 @@ def test_a_shape_whose_recording_made_room_is_recorded_again(machine: Machine, m
             for _ in range(4):
                 model(torch.ones(size))
             assert Replayed.count == round_ * 99 + size
+
+
+def test_recordings_are_dropped_when_memory_runs_out_and_made_again(
+    machine: Machine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(Replayed, "count", 0)
+    machine.recording = Replayed()
+
+    class Model(nn.Module):
+        def forward(self, x: Tensor) -> Tensor:
+            machine.forward(0.03, 0.01)
+            return x
+
+    model, graphs = Model(), CudaGraphs()
+    graphs.install(model)
+    for round_ in range(1, 3):
+        for _ in range(4):
+            model(torch.ones(1))
+        assert graphs.recordings == 1
+        assert Replayed.count == round_
+        free_memory(torch.OutOfMemoryError())
+        assert graphs.recordings == 0

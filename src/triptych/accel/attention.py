@@ -241,8 +241,10 @@ def _entry_function(operator: Callable[..., Tensor], native: Callable[..., Tenso
         _parallel_config: Any = None,
     ) -> Tensor:
         if attn_mask is not None or query.dtype != torch.bfloat16:
-            rest = (dropout_p, is_causal, scale, enable_gqa)
-            return native(query, key, value, attn_mask, *rest, _parallel_config=_parallel_config)
+            return native(
+                query, key, value, attn_mask=attn_mask, dropout_p=dropout_p, is_causal=is_causal, scale=scale,
+                enable_gqa=enable_gqa, _parallel_config=_parallel_config,
+            )  # fmt: skip
         if _parallel_config is not None:
             settings = (None, dropout_p, is_causal, scale, enable_gqa, False)
             exchange: Any = dispatch._templated_context_parallel_attention

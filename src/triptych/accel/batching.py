@@ -29,8 +29,25 @@ from triptych.accel.shortage import free_memory, is_out_of_memory
 
 log = logging.getLogger(__name__)
 
+MOST_AT_ONCE: Final = 8
+"""Requests in one forward at most, however many are under way."""
+_SETTLED: Final = 8
+"""Forwards after which a CUDA graph is there, if one is made (`triptych.accel.cuda_graphs`)."""
+_SHORT: Final = 0.5
+"""Seconds of measuring after which forwards are so long that their launch does not count."""
+_PATIENCE: Final = 64
+"""Forwards of as many requests as fit after memory had run out, after which twice as many are tried; each time that
+these fail again, twice as many forwards."""
 _GAIN: Final = 0.95
 """A batch twice as large must bring the time of each of its requests below this share of what it was."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Kind:
+    """What two calls have in common that can be joined, and the lengths in which they may differ."""
+
+    key: Hashable
+    lengths: tuple[int, ...]
 
 
 @dataclass(kw_only=True, slots=True, eq=False)
@@ -50,16 +67,32 @@ class Call:
     error: Exception | None = None
 
     @property
+    def kind(self) -> Kind:
+        """What of it can be kept without keeping its tensors."""
+        return Kind(key=self.key, lengths=self.lengths)
+
+    @property
     def batch(self) -> int:
         """Size of the batch dimension, which is that of the first tensor."""
         return next(leaf.shape[0] for leaf in self.leaves if isinstance(leaf, Tensor))
 
 
 @dataclass(kw_only=True, slots=True)
+class _Shortage:
+    """What there once was no memory for, which may have been for something that is gone."""
+
+    size: int
+    """Calls in one forward."""
+    left: int = 0
+    """Smaller forwards until it is tried again."""
+    patience: int = _PATIENCE
+
+
+@dataclass(kw_only=True, slots=True)
 class ForwardBatcher:
     """Joins calls of the models that it was installed in. Used from one thread."""
 
-    most: int = 8
+    most: int = MOST_AT_ONCE
     """Largest number of requests in one forward."""
     collecting: bool = False
     """Whether calls are parked; else they compute at once."""
@@ -68,6 +101,7 @@ class ForwardBatcher:
     caps: dict[Hashable, int] = field(default_factory=dict[Hashable, int])
     """Calls of a kind that are joined at most."""
     _merged: Merged = field(default_factory=Merged)
+    _shortages: dict[Hashable, _Shortage] = field(default_factory=dict[Hashable, _Shortage])
 
     def install(self, model: nn.Module) -> None:
         """Have the forwards of ``model`` go through this."""
@@ -88,6 +122,10 @@ class ForwardBatcher:
             return runner.switch(call)
 
         model.forward = forward
+
+    def joined_at_most(self, kinds: Sequence[Kind]) -> int | None:
+        """How many calls of these kinds, which differ in lengths alone, are joined; None when it was not measured."""
+        return self.caps.get(_kind(kinds))
 
     def run(self, calls: Sequence[Call]) -> None:
         """Compute all ``calls``, joined where that pays; sets the result or the error of each."""
@@ -123,13 +161,33 @@ class ForwardBatcher:
             half = len(calls) // 2
             if is_out_of_memory(error):
                 free_memory(error)
-                self.caps[_kind(calls)] = half
+                self._lower(_kind(calls), half)
         else:
             for call, result in zip(calls, results, strict=True):
                 call.result = result
+            self._fitted(calls)
             return
         for part in (calls[:half], calls[half:]):
             self._compute(part)
+
+    def _lower(self, kind: Hashable, size: int) -> None:
+        """There was no memory for more calls of a kind than ``size``, now."""
+        measured = self.caps.get(kind, size * 2)
+        self.caps[kind] = size
+        shortage = self._shortages.setdefault(kind, _Shortage(size=measured, patience=_PATIENCE // 2))
+        shortage.patience *= 2
+        shortage.left = shortage.patience
+
+    def _fitted(self, calls: Sequence[Call]) -> None:
+        """A forward was computed: after many of the largest size that fits, one of twice that is tried."""
+        kind = _kind(calls)
+        shortage = self._shortages.get(kind)
+        if shortage is None or len(calls) < (cap := self.caps[kind]) or cap >= shortage.size:
+            return
+        shortage.left -= 1
+        if shortage.left <= 0:
+            shortage.left = shortage.patience
+            self.caps[kind] = cap * 2
 
     def _cap(self, calls: Sequence[Call]) -> int:
         """How many calls like these, of one or by turns of two lengths, are joined at most; measured when the kind is
@@ -178,7 +236,7 @@ def call_of(compute: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str
     )
 
 
-def _kind(calls: Sequence[Call]) -> Hashable:
+def _kind(calls: Sequence[Call | Kind]) -> Hashable:
     """Under what it is remembered how many calls like these are joined."""
     key = calls[0].key
     return key if all(call.lengths == calls[0].lengths for call in calls) else ("of several lengths", key)
@@ -239,17 +297,24 @@ def _merge(parts: tuple[Any, ...], batch: int, merged: Merged) -> Any:
 
 
 def _seconds(calls: Sequence[Call], count: int) -> float | None:
-    """Seconds of one forward of ``count`` such calls, after one that is not counted; None when that fails."""
-    taken = 0.0
+    """Seconds of one forward of ``count`` such calls; None when that fails.
+
+    The first is not counted. Of a forward so short that its launch counts, the next ones are what a CUDA graph is made
+    of, so the last of several is taken: a forward that is bound by the host would make any joining pay off.
+    """
+    taken = spent = 0.0
     call = calls[0]
     try:
         device, merged = next(leaf.device for leaf in call.leaves if isinstance(leaf, Tensor)), Merged()
-        for _ in range(2):
+        for number in range(_SETTLED):
+            if number >= 2 and spent > _SHORT:
+                break
             _wait(device)
             begun = time.perf_counter()
             _joined([calls[index % len(calls)] for index in range(count)], merged)
             _wait(device)
             taken = time.perf_counter() - begun
+            spent += taken if number else 0.0
     except Exception as error:
         log.info("batching: a forward of %d requests cannot be measured: %s: %s", count, type(error).__name__, error)
         if is_out_of_memory(error):

@@ -16,12 +16,11 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-from diffusers.guiders.guider_utils import BaseGuidance
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
 from triptych.accel.batching import Call, ForwardBatcher, call_of
-from triptych.accel.guiders import watched
+from triptych.accel.guiders import changes_model, watched
 
 log = logging.getLogger(__name__)
 
@@ -87,8 +86,7 @@ class BranchBatching:
 
     def guider(self, guider: Any) -> Any:
         """``guider``, one request's own, with its branches joined; one that changes the model for a branch is left."""
-        plain = type(guider).prepare_models is BaseGuidance.prepare_models
-        return watched(guider, self) if plain else guider
+        return guider if changes_model(guider) else watched(guider, self)
 
     def begin(self, branches: Sequence[Any]) -> None:
         """The guider wants these branches."""

@@ -20,6 +20,7 @@ from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
 from triptych.accel.batching import Call, call_of
+from triptych.accel.shortage import drop_when_short
 
 log = logging.getLogger(__name__)
 
@@ -67,11 +68,18 @@ class _Kind:
     recording: _Recording | None = None
 
 
-@dataclass(kw_only=True, slots=True)
+@dataclass(kw_only=True, slots=True, eq=False, weakref_slot=True)
 class CudaGraphs:
-    """Recordings of one model's forwards. Used from one thread."""
+    """Recordings of one model's forwards. Used from one thread, but for `drop`."""
 
     _kinds: OrderedDict[Hashable, _Kind] = field(default_factory=OrderedDict[Hashable, _Kind])
+
+    def __post_init__(self) -> None:
+        drop_when_short(self)
+
+    def drop(self) -> None:
+        """Let go of all recordings; what comes again after that is looked at anew."""
+        self._kinds = OrderedDict()
 
     def install(self, model: nn.Module) -> None:
         """Have the forwards of ``model`` go through this."""
@@ -82,10 +90,11 @@ class CudaGraphs:
             call = call_of(compute, args, kwargs)
             if not _recordable(call.leaves):
                 return compute(*args, **kwargs)
-            kind = self._kinds.setdefault(call.key, _Kind())
-            self._kinds.move_to_end(call.key)
-            while len(self._kinds) > _MOST_KINDS:
-                self._kinds.popitem(last=False)
+            kinds = self._kinds  # dropped, it is replaced by another
+            kind = kinds.setdefault(call.key, _Kind())
+            kinds.move_to_end(call.key)
+            while len(kinds) > _MOST_KINDS:
+                kinds.popitem(last=False)
             if not kind.settled:
                 return self._look(kind, lambda: compute(*args, **kwargs), compute, call)
             if kind.recording is None:
@@ -123,9 +132,10 @@ class CudaGraphs:
 
     def _forget_oldest(self) -> None:
         """What comes again after that is looked at anew."""
-        recorded = [key for key, kind in self._kinds.items() if kind.recording is not None]
+        kinds = self._kinds
+        recorded = [key for key, kind in kinds.items() if kind.recording is not None]
         for key in recorded[: max(0, len(recorded) - _MOST)]:
-            del self._kinds[key]
+            del kinds[key]
 
 
 def _recorded(compute: Callable[..., Any], call: Call) -> _Recording | None:

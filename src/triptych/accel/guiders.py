@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any, Protocol
 
+from diffusers.guiders.guider_utils import BaseGuidance
+
 
 class Watcher(Protocol):
     """Who wants to know."""
@@ -24,6 +26,24 @@ class GuiderShare(Protocol):
     def guider(self, guider: Any) -> Any:
         """A request's own guider, having its branches made so."""
         ...
+
+
+class FloatPredictions:
+    """Has the predictions of branches combined in float32."""
+
+    def begin(self, branches: Sequence[Any]) -> None:
+        """Nothing."""
+
+    def gather(self, branches: Sequence[Any]) -> None:
+        """Make float32 of what each branch holds."""
+        for branch in branches:
+            branch.noise_pred = branch.noise_pred.float()
+
+
+def changes_model(component: Any) -> bool:
+    """Whether this is a guider that changes the model for one of its branches, so that calls which look alike are not,
+    and what fails in between leaves the model changed."""
+    return isinstance(component, BaseGuidance) and type(component).prepare_models is not BaseGuidance.prepare_models
 
 
 def watched(guider: Any, watcher: Watcher) -> Any:

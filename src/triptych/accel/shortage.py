@@ -18,6 +18,12 @@ class Droppable(Protocol):
         ...
 
 
+_WORDS = (
+    "DefaultCPUAllocator", "CUDA error: out of memory", "CUBLAS_STATUS_ALLOC_FAILED", "CUDNN_STATUS_ALLOC_FAILED",
+    "CUSOLVER_STATUS_ALLOC_FAILED", "CUFFT_ALLOC_FAILED",
+)  # fmt: skip
+"""How torch's CPU allocator, the CUDA driver and its libraries say that they got no memory."""
+
 _droppable: weakref.WeakSet[Droppable] = weakref.WeakSet()
 
 
@@ -27,9 +33,9 @@ def drop_when_short(kept: Droppable) -> None:
 
 
 def is_out_of_memory(error: BaseException) -> bool:
-    """CUDA has a type for it; torch's CPU allocator raises a plain RuntimeError."""
+    """Torch has a type for its own allocator on CUDA; all others tell by the words of a plain RuntimeError."""
     return isinstance(error, (torch.OutOfMemoryError, MemoryError)) or (
-        isinstance(error, RuntimeError) and "DefaultCPUAllocator" in str(error)
+        isinstance(error, RuntimeError) and any(words in str(error) for words in _WORDS)
     )
 
 

@@ -35,11 +35,21 @@ class StepMemory:
     """Of the request whose step is being computed; None outside a step."""
     call: int = 0
     """Forwards begun in this step: they are the guidance branches, always in the same order."""
+    models: set[str] = field(default_factory=set[str])
+    """Those that have computed in this step."""
+    after_first: list[Tensor] = field(default_factory=list[Tensor])
+    """What the first block of the forward that is under way gave."""
 
     def enter(self, state: Any) -> None:
         """A step begins on a loop with this ``state``."""
         self.values = getattr(state, FIELD, None)
         self.call = 0
+        self.models = set()
+
+    def leave(self) -> None:
+        """A step has ended, however it did: nothing of it is held here."""
+        self.values = None
+        self.after_first = []
 
 
 def install(model: nn.Module, name: str, threshold: float, memory: StepMemory, tally: Tally) -> None:
@@ -106,14 +116,15 @@ class _Forward:
     skipping: bool = False
     streams: int = 1
     _key: str = ""
-    _after_first: list[Tensor] = field(default_factory=list[Tensor])
 
     def begin(self, before: Tensor, after: Any) -> None:
         """The first block has turned ``before`` into the last stream of ``after``: decide about the others."""
         values = self.memory.values
         assert values is not None
-        for key in [key for key in values if not key.startswith(f"{self.name}.")]:
-            del values[key]  # of the model that had the steps before, whose turn is over
+        if not any(_model_of(key) == self.name for key in values):
+            for key in [key for key in values if _model_of(key) not in self.memory.models]:
+                del values[key]  # of the model that had the steps before, whose turn is over
+        self.memory.models.add(self.name)
         self._key = f"{self.name}.{self.memory.call}"
         self.memory.call += 1
         streams = _streams(after)
@@ -125,7 +136,7 @@ class _Forward:
             self.tally.steps_skipped += 1
         else:
             values[f"{self._key}.first"] = change
-            self._after_first = streams
+            self.memory.after_first = streams
 
     def end(self, after: Any) -> Any:
         """What the last block gives back; when blocks were passed over, with what they last added."""
@@ -136,10 +147,14 @@ class _Forward:
         if self.skipping:
             streams = [stream + values[name] for stream, name in zip(streams, names, strict=True)]
             return streams[0] if self.streams == 1 else tuple(streams)
-        for name, stream, first in zip(names, streams, self._after_first, strict=True):
+        for name, stream, first in zip(names, streams, self.memory.after_first, strict=True):
             values[name] = stream - first
-        self._after_first = []
+        self.memory.after_first = []
         return after
+
+
+def _model_of(key: str) -> str:
+    return key.partition(".")[0]
 
 
 def _streams(after: Any) -> list[Tensor]:

@@ -10,9 +10,10 @@ from typing import Any
 from torch import nn
 
 from triptych.accel.parallel.degrees import Degrees, Layout
+from triptych.accel.parallel.exchange import install
 from triptych.accel.parallel.guidance import BranchSharing
 from triptych.accel.parallel.ring import RingAttention
-from triptych.accel.parallel.sequence import TokenSharing, context, put_masks_together
+from triptych.accel.parallel.sequence import TokenSharing, context
 from triptych.accel.parallel.team import Team
 from triptych.accel.parallel.tensor import shard
 from triptych.accel.qwen_dit import leave_out_masks
@@ -42,9 +43,8 @@ class SharedDenoiser:
                 ring = RingAttention(model, team.device)
                 if degrees.guided.ring > 1:
                     ring.use()
-            if max(degrees.guided.ulysses, degrees.plain.ulysses) > 1:
-                put_masks_together()
             if self._guided is not None or self._plain is not None:
+                install()
                 self._install_layouts(model, ring if degrees.guided.ring == 1 else None)
             if self._branches is not None:
                 self._branches.install(model)

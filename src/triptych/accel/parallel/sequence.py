@@ -1,7 +1,9 @@
 """Tokens of one forward shared by several ranks: Ulysses and ring attention by Diffusers' context-parallel plans.
 
 Diffusers applies one such configuration to a model for good. Here a model changes between configurations, and none,
-from forward to forward: its hooks are Diffusers' own, asking for the present configuration first.
+from forward to forward: its hooks are Diffusers' own, asking for the present configuration first. Where the tokens do
+not divide by the ranks, these have windows of them that overlap (`windows`), and attention looks at each once
+(`exchange`).
 """
 
 # Diffusers has no public names for the parts of its context parallelism.
@@ -9,11 +11,11 @@ from forward to forward: its hooks are Diffusers' own, asking for the present co
 
 from __future__ import annotations
 
-import functools
 import inspect
 import logging
-from collections.abc import Callable, Generator, Iterator, Mapping
+from collections.abc import Generator, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from typing import Any, Final, Literal
 
 import torch
@@ -23,12 +25,13 @@ from diffusers.hooks.context_parallel import (
     _get_submodule_by_name,
 )
 from diffusers.hooks.hooks import HookRegistry, ModelHook
-from diffusers.models import attention_dispatch as dispatch
-from diffusers.models._modeling_parallel import ContextParallelConfig, ParallelConfig, gather_size_by_comm
+from diffusers.models._modeling_parallel import ContextParallelConfig
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from triptych.accel.parallel.degrees import Layout
+from triptych.accel.parallel.exchange import Exchange, gathered
+from triptych.accel.parallel.windows import once, window
 from triptych.accel.tally import Tally
 
 log = logging.getLogger(__name__)
@@ -41,6 +44,44 @@ _MASKED = ("LTXVideoTransformer3DModel", "LTX2VideoTransformer3DModel")
 """Classes that always attend with masks that hide something, which cannot go around a ring."""
 
 
+@dataclass(frozen=True, kw_only=True, slots=True)
+class _Sequences:
+    """What tokens of a class attend to, in terms of the lengths that the first split of a forward sees."""
+
+    own: tuple[int, ...]
+    """Their own sequence: which of the lengths it has, in this order."""
+    other: tuple[int, ...] = ()
+    """The sequence of the other stream that they attend to, if that is split too."""
+
+    def exchanged(self, lengths: Sequence[int], exchange: Exchange) -> bool:
+        """Have attention look at each token once; whether it can tell the sequences apart by their windows."""
+        own, other = ([lengths[index] for index in its] for its in (self.own, self.other))
+        if other and own != other and sum(_sizes(own, exchange)) == sum(_sizes(other, exchange)):
+            return False
+        exchange.own = once(own, exchange.ranks, exchange.device)
+        exchange.other = once(other, exchange.ranks, exchange.device)
+        return True
+
+
+def _sizes(lengths: Sequence[int], exchange: Exchange) -> list[int]:
+    return [window(length, 0, exchange.ranks)[1] for length in lengths]
+
+
+_SEQUENCES: Final[Mapping[str, _Sequences]] = {
+    # The picture is split alone: the text is whole on every rank.
+    "WanTransformer3DModel": _Sequences(own=(0,)),
+    "ChronoEditTransformer3DModel": _Sequences(own=(0,)),
+    "HeliosTransformer3DModel": _Sequences(own=(0,)),
+    # Picture and text are split, in this order, and attend to each other in one sequence, where the text stands first.
+    "FluxTransformer2DModel": _Sequences(own=(1, 0)),
+    "Flux2Transformer2DModel": _Sequences(own=(1, 0)),
+    "QwenImageTransformer2DModel": _Sequences(own=(1, 0)),
+    # The picture attends to itself, and then to the text.
+    "LTXVideoTransformer3DModel": _Sequences(own=(0,), other=(1,)),
+}
+"""By class. In all, the picture's length is the first one. Others have to divide."""
+
+
 def ways_of(name: str, plan: object) -> tuple[Literal["ulysses", "ring"], ...]:
     """How the tokens of a transformer class can be shared that has that plan in Diffusers."""
     if not plan or name in _INCOMPLETE:
@@ -48,42 +89,10 @@ def ways_of(name: str, plan: object) -> tuple[Literal["ulysses", "ring"], ...]:
     return ("ulysses",) if name in _MASKED else ("ulysses", "ring")
 
 
-def put_masks_together() -> None:
-    """Have attention under Ulysses see the mask of all keys, of this rank's heads where it has a row for each head.
-
-    Diffusers itself joins the parts of a mask [batch, heads or 1, queries or 1, keys], but not where heads differ in
-    it, and where parts differ in length it leaves what it pads them with between them.
-    """
-    for backend, function in dispatch._AttentionBackendRegistry._backends.items():
-        if not hasattr(function, "has_whole_masks"):
-            dispatch._AttentionBackendRegistry._backends[backend] = _with_whole_mask(function)
-
-
-def _with_whole_mask(function: Callable[..., Any]) -> Callable[..., Any]:
-    @functools.wraps(function)
-    def attend(query: Any, key: Any, value: Any, attn_mask: Any = None, *args: Any, **kwargs: Any) -> Any:
-        parallel = kwargs.get("_parallel_config")
-        config = None if parallel is None else parallel.context_parallel_config
-        if attn_mask is not None and config is not None and config.ulysses_degree > 1:
-            if _has_heads(attn_mask, query.shape[2]):
-                own = attn_mask.chunk(config.ulysses_degree, dim=1)[config._ulysses_local_rank]
-                attn_mask = own.contiguous()
-            if config.ulysses_anything and attn_mask.shape[-1] == key.shape[1]:
-                attn_mask = _joined(attn_mask, attn_mask.dim() - 1, config)
-        return function(query, key, value, attn_mask, *args, **kwargs)
-
-    setattr(attend, "has_whole_masks", True)  # noqa: B010  # a function's own attribute
-    return attend
-
-
-def _has_heads(mask: torch.Tensor, heads: int) -> bool:
-    return mask.dim() == 4 and mask.shape[1] == heads
-
-
-def context(mesh: DeviceMesh, layout: Layout, device: torch.device) -> ParallelConfig:
+def context(mesh: DeviceMesh, layout: Layout, device: torch.device) -> Exchange:
     """Diffusers' configuration for a layout on the mesh that was made for it."""
     config = ContextParallelConfig(ring_degree=layout.ring, ulysses_degree=layout.ulysses, mesh=mesh)
-    whole = ParallelConfig(context_parallel_config=config)
+    whole = Exchange(context_parallel_config=config)
     whole.setup(dist.get_rank(), dist.get_world_size(), device, mesh=mesh["ring", "ulysses"])
     return whole
 
@@ -95,51 +104,55 @@ class TokenSharing:
         """``tally`` counts forwards that could not be shared."""
         self._tally = tally or Tally()
         self._uneven: set[tuple[int, ...]] = set()
+        self._sequences = _SEQUENCES.get(type(model).__name__)
         self._processors = [
             processor
             for processor in (getattr(module, "processor", None) for module in model.modules())
             if hasattr(processor, "_parallel_config")
         ]
-        self._compiled = any(getattr(module, "_compiled_call_impl", None) for module in model.modules())
-        self._now: ParallelConfig | None = None
+        self.now: Exchange | None = None
+        """How the present forward's tokens are shared."""
         self.undecided = True
         """Whether no tokens of the present forward have been looked at yet."""
+        self.length = 0
+        """How many tokens the picture of the present forward has."""
         plan: Mapping[str, Any] = getattr(model, "_cp_plan", None) or {}
+        splits: dict[nn.Module, _Split] = {}
         for path, entries in plan.items():
             for module in _modules(model, path):
-                hook = _Split(entries, self) if isinstance(entries, dict) else _Gather(_listed(entries), self)
+                if isinstance(entries, dict):
+                    hook = splits[module] = _Split(entries, self)
+                else:
+                    hook = _Gather(_listed(entries), self, splits.get(module))
                 HookRegistry.check_if_exists_or_initialize(module).register_hook(hook, f"tokens-{path}-{type(hook)}")
 
     @contextmanager
-    def using(self, config: ParallelConfig | None) -> Generator[None]:
-        """One forward under ``config``."""
-        self._set(config)
+    def using(self, exchange: Exchange | None) -> Generator[None]:
+        """One forward in that way."""
+        self._set(exchange)
         self.undecided = True
         try:
             yield
         finally:
             self._set(None)
-
-    @property
-    def now(self) -> ContextParallelConfig | None:
-        """How the present forward's tokens are shared."""
-        return None if self._now is None else self._now.context_parallel_config
+            if exchange is not None:
+                exchange.own = exchange.other = None
 
     def decide(self, lengths: list[int]) -> None:
-        """At the first split of a forward: whether, and how, tokens of these lengths can be shared.
+        """At the first split of a forward: whether tokens of these lengths can be shared, and what attention looks at.
 
-        Where they do not divide, Ulysses exchanges sizes as well, which cannot be compiled, and ring cannot be had:
-        then every rank computes the whole forward.
+        Where they do not divide, and it is not known which of them attend to which, every rank computes the whole
+        forward.
         """
-        config = self.now
-        if config is None or not lengths:
+        exchange = self.now
+        if exchange is None or not lengths:
             return
         self.undecided = False
-        ranks = (config.ring_degree or 1) * (config.ulysses_degree or 1)
-        uneven = any(length % ranks for length in lengths)
-        config.ulysses_anything = uneven
-        if uneven and (self._compiled or config.ring_degree != 1 or min(lengths) < ranks):
-            self._give_up(tuple(dict.fromkeys(lengths)), ranks)
+        self.length = lengths[0]
+        if not any(length % exchange.ranks for length in lengths):
+            return
+        if self._sequences is None or not self._sequences.exchanged(lengths, exchange):
+            self._give_up(tuple(dict.fromkeys(lengths)), exchange.ranks)
 
     def _give_up(self, lengths: tuple[int, ...], ranks: int) -> None:
         """Compute this forward whole; logged once for each kind, by the first rank."""
@@ -154,21 +167,23 @@ class TokenSharing:
                 ranks,
             )
 
-    def _set(self, config: ParallelConfig | None) -> None:
-        if config is self._now:
+    def _set(self, exchange: Exchange | None) -> None:
+        if exchange is self.now:
             return
-        self._now = config
+        self.now = exchange
         for processor in self._processors:
-            setattr(processor, "_parallel_config", config)  # noqa: B010  # of whatever class it is
+            setattr(processor, "_parallel_config", exchange)  # noqa: B010  # of whatever class it is
 
 
 class _Split(ContextParallelSplitHook):
-    """Takes this rank's part of a module's inputs or outputs."""
+    """Takes this rank's window of a module's inputs or outputs."""
 
     def __init__(self, entries: dict[str | int, Any], sharing: TokenSharing) -> None:
-        super().__init__(entries, None)  # pyright: ignore[reportArgumentType]  # set before each use
+        super().__init__(entries, None)  # pyright: ignore[reportArgumentType]  # what uses it is overridden
         self._entries = entries
         self._sharing = sharing
+        self.length = 0
+        """How many tokens it had the last time."""
 
     def initialize_hook(self, module: nn.Module) -> nn.Module:
         module = super().initialize_hook(module)
@@ -181,14 +196,20 @@ class _Split(ContextParallelSplitHook):
     def pre_forward(self, module: nn.Module, *args: Any, **kwargs: Any) -> tuple[Any, Any]:
         if self._sharing.undecided:
             self._sharing.decide(list(self._input_lengths(args, kwargs)))
-        self.parallel_config = self._sharing.now
-        return (args, kwargs) if self.parallel_config is None else super().pre_forward(module, *args, **kwargs)
+        return (args, kwargs) if self._sharing.now is None else super().pre_forward(module, *args, **kwargs)
 
     def post_forward(self, module: nn.Module, output: Any) -> Any:
         if self._sharing.undecided:
             self._sharing.decide(list(self._output_lengths(output)))
-        self.parallel_config = self._sharing.now
-        return output if self.parallel_config is None else super().post_forward(module, output)
+        return output if self._sharing.now is None else super().post_forward(module, output)
+
+    def _prepare_cp_input(self, x: torch.Tensor, cp_input: Any) -> torch.Tensor:
+        exchange = self._sharing.now
+        if exchange is None or cp_input.expected_dims not in (None, x.dim()):
+            return x
+        self.length = x.shape[cp_input.split_dim]
+        start, size = window(self.length, dist.get_rank(exchange.everyone), exchange.ranks)
+        return x.narrow(cp_input.split_dim, start, size)
 
     def _input_lengths(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Iterator[int]:
         assert self.module_forward_metadata is not None
@@ -206,36 +227,33 @@ class _Split(ContextParallelSplitHook):
 
 
 class _Gather(ModelHook):
-    """Joins the parts of a module's output."""
+    """Joins the windows of a module's output."""
 
-    def __init__(self, entries: list[Any], sharing: TokenSharing) -> None:
+    def __init__(self, entries: list[Any], sharing: TokenSharing, split: _Split | None) -> None:
+        """``split`` took the windows, if that was the same module."""
         super().__init__()
         self._entries = entries
         self._sharing = sharing
+        self._split = split
 
     def post_forward(self, module: nn.Module, output: Any) -> Any:
-        config = self._sharing.now
-        if config is None:
+        exchange = self._sharing.now
+        if exchange is None:
             return output
+        length = self._sharing.length if self._split is None else self._split.length
         parts = [output] if isinstance(output, torch.Tensor) else list(output)
         whole = [
-            part if entry is None else _joined(part, entry.gather_dim, config)
+            part if entry is None else _joined(part, entry.gather_dim, length, exchange)
             for part, entry in zip(parts, self._entries, strict=True)
         ]
         return whole[0] if isinstance(output, torch.Tensor) else tuple(whole)
 
 
-def _joined(part: torch.Tensor, dim: int, config: ContextParallelConfig) -> torch.Tensor:
-    """All ranks' parts one after the other. Parts of different lengths are padded on their way, as gloo needs it."""
-    assert config._flattened_mesh is not None
-    group = config._flattened_mesh.get_group()
-    length = part.shape[dim]
-    lengths = gather_size_by_comm(length, group) if config.ulysses_anything else [length] * dist.get_world_size(group)
-    padding = part.new_zeros([max(lengths) - length if d == dim else n for d, n in enumerate(part.shape)])
-    padded = torch.cat((part, padding), dim) if padding.numel() else part.contiguous()
-    parts = [torch.empty_like(padded) for _ in lengths]
-    dist.all_gather(parts, padded, group=group)
-    return torch.cat([one.narrow(dim, 0, n) for one, n in zip(parts, lengths, strict=True)], dim)
+def _joined(part: torch.Tensor, dim: int, length: int, exchange: Exchange) -> torch.Tensor:
+    """All ``length`` tokens, of which the ranks have windows."""
+    whole = gathered(part, dim, exchange.everyone)
+    places = once([length], exchange.ranks, part.device)
+    return whole if places is None else whole.index_select(dim, places)
 
 
 def _lengths(value: Any, entry: Any) -> Iterator[int]:
