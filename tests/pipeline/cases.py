@@ -82,8 +82,9 @@ CASES: dict[str, Case] = {
     "wan22_ti2v": Case(request=VIDEO | {"width": 64}),
     "wan_distilled": Case(request=VIDEO | {"guidance_scale": 1.0}),
     "wan22_distilled": Case(request=VIDEO | {"guidance_scale": 1.0}),
-    "qwen_t2i": Case(request=IMAGE | {"negative_prompt": "bad"}),
-    "qwen_distilled": Case(request=IMAGE | {"guidance_scale": 1.0}),
+    # Of fewer tokens the template leaves none to the prompt.
+    "qwen_t2i": Case(request=IMAGE | {"negative_prompt": "bad", "max_sequence_length": 512}),
+    "qwen_distilled": Case(request=IMAGE | {"guidance_scale": 1.0, "max_sequence_length": 512}),
     "flux": Case(request=IMAGE),
     "z_image": Case(request=IMAGE | {"negative_prompt": "bad"}),
     **{

@@ -87,7 +87,7 @@ class Both:
         output = self.whole(**arguments, generator=generator, output_type="pt")
         frames = output.frames if "frames" in output else output.images[:, None]
         pixels = (frames * 255).round().to(torch.uint8).permute(0, 1, 3, 4, 2).numpy()
-        sounds = [] if getattr(output, "audio", None) is None else [sound.numpy() for sound in output.audio]
+        sounds = [] if getattr(output, "audio", None) is None else [sound.float().numpy() for sound in output.audio]
         return list(pixels), sounds
 
     def check(self, family: str, request: Mapping[str, Any]) -> tuple[Clip, ...]:

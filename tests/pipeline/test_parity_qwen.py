@@ -20,7 +20,7 @@ EDIT: dict[str, Any] = {"prompt": "a red cat", "negative_prompt": "bad", "num_in
 
 CASES = {
     "qwen_distilled": Case(
-        request={"prompt": "a cat", "height": 64, "width": 48, "max_sequence_length": 64}, guidance="true_cfg_scale"
+        request={"prompt": "a cat", "height": 64, "width": 48, "max_sequence_length": 512}, guidance="true_cfg_scale"
     ),
     "qwen_edit": Case(request=EDIT, guidance="true_cfg_scale", encoder_keeps=("vae",)),
     "qwen_edit_plus": Case(request=EDIT, guidance="true_cfg_scale", encoder_keeps=("vae",)),

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from triptych.pipeline.randomness import Randomness
+from triptych.pipeline.randomness import GlobalRandomness, Randomness
 
 CPU = torch.device("cpu")
 
@@ -50,3 +50,17 @@ def test_nothing_is_noted_of_a_call_that_draws_nothing() -> None:
     run = Randomness(1, CPU)
     with run.installed():
         assert run.changed(run.states()) == [None, None]
+
+
+def test_states_are_the_runs_own_whether_it_computes_or_not() -> None:
+    run = GlobalRandomness(1, CPU)
+    before = run.states()
+    assert run.changed(before) == [None]
+    with run.installed():
+        torch.rand(3)
+        (inside,) = run.changed(before)
+    torch.rand(5)
+    (outside,) = run.changed(before)
+    assert inside is not None
+    assert outside is not None
+    assert torch.equal(inside, outside)

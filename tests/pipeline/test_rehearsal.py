@@ -10,16 +10,21 @@ from typing import Any
 import pytest
 from diffusers.schedulers.scheduling_unipc_multistep import UniPCMultistepScheduler
 
+from tests.worker.ranks.pair import Ranks
 from triptych.config import ModelConfig, Shape
 from triptych.errors import ConfigError
 from triptych.ids import ROLES, Role
+from triptych.parallelism import Parallelism
 from triptych.pipeline.load import load_cold, load_pipeline
 
-from .harness import finish, lone_folder
+from .cases import CASES
+from .harness import Trio, finish, lone_folder
+from .parity import picture, png
 
-FRAMES = {"wan22_t2v": 5, "wan_i2v": 5, "qwen_t2i": 1, "z_image": 1}
+FRAMES = {"wan22_t2v": 5, "wan_i2v": 5, "qwen_t2i": 1, "z_image": 1, "hunyuan_video15": 5, "helios": 33}
 
 
+@pytest.mark.filterwarnings("ignore:__array_wrap__:DeprecationWarning")
 @pytest.mark.parametrize("family", FRAMES)
 def test_every_lone_role_can_be_warmed_up(
     family: str, checkpoint: Callable[[str], Path], tmp_path: Path, caplog: pytest.LogCaptureFixture
@@ -31,6 +36,36 @@ def test_every_lone_role_can_be_warmed_up(
         config = ModelConfig(path=str(folder), device="cpu", warmup=(shape,))
         load_pipeline(config, (role,), "cpu")
     assert caplog.text.count(f"warmed up for {shape} in") == len(ROLES)
+
+
+@pytest.mark.parametrize("family", ["flux_kontext", "flux2", "flux2_klein"])
+@pytest.mark.parametrize("alone", [False, True])
+def test_a_picture_that_a_request_may_begin_with_is_warmed_up_too(
+    family: str, alone: bool, checkpoint: Callable[[str], Path]
+) -> None:
+    """Symptom: the first request with a picture found its shape, which had been declared, not compiled."""
+    path, roles = str(checkpoint(family)), (Role.DENOISER,) if alone else ROLES
+    config = ModelConfig(path=path, device="cpu", warmup=(Shape(width=64, height=64),))
+    pipeline, warm_up = load_cold(config, roles, "cpu")
+    seen: set[tuple[int, ...]] = set()
+
+    def note(_module: object, _args: object, kwargs: dict[str, Any]) -> None:
+        seen.add(tuple(kwargs["hidden_states"].shape))
+
+    transformer: Any = pipeline.component(Role.DENOISER, "transformer")
+    transformer.register_forward_pre_hook(note, with_kwargs=True)
+    warm_up(pipeline)
+    warm = set(seen)
+    seen.clear()
+    others = load_pipeline(ModelConfig(path=path, device="cpu"), ROLES, "cpu")
+    trio = Trio.of({role: pipeline if role in roles else others for role in ROLES})
+    request, _ = CASES[family].asked()
+    image = pipeline.schema.param("image")
+    assert image is not None
+    request |= {"width": 64, "height": 64, "image": [{"blob": 0}] if image.type == "images" else {"blob": 0}}
+    trio.generate(request, [png(picture(request, 1))])
+    assert seen <= warm
+    assert len(warm) > len(seen)
 
 
 def test_a_shape_that_the_model_cannot_have_is_refused_by_name() -> None:
@@ -98,3 +133,19 @@ def test_forwards_without_guidance_are_warmed_up_where_branches_are_joined(
     unet.register_forward_pre_hook(lambda _module, inputs: seen.add(len(inputs[0])))
     warm_up(pipeline)
     assert seen == batches
+
+
+def test_texts_of_all_lengths_are_warmed_up_where_ranks_share_the_tokens(checkpoint: Callable[[str], Path]) -> None:
+    """Symptom: the first text of a length that divides, or does not, when both texts of the warm-up were of the other
+    kind, was compiled for while its request waited."""
+    shape = Shape(width=32, height=32)
+    ranks = Ranks(Parallelism(cfg=1, sp=2), path=str(checkpoint("qwen_t2i")), roles=(Role.DENOISER,), warmup=(shape,))
+    try:
+        lengths: set[int] = set()
+        transformer = ranks.rank0.component(Role.DENOISER, "transformer")
+        transformer.txt_in.register_forward_pre_hook(lambda _module, args: lengths.add(args[0].shape[1]))
+        ranks.warm_up()
+        assert sum(length % 2 == 0 for length in lengths) >= 2
+        assert sum(length % 2 == 1 for length in lengths) >= 2
+    finally:
+        ranks.close()

@@ -154,9 +154,29 @@ def test_a_negative_prompt_is_refused_where_its_guidance_is_off_and_not_ignored(
         arguments, _ = call_arguments(anatomy_of(diffusers_class(name)), params, [picture()])
         assert (arguments["negative_prompt"], arguments["true_cfg_scale"]) == ("dog", 2.5)
         assert arguments["guidance_scale"] == params["guidance_scale"]
-    with pytest.raises(ConfigError, match="--default negative_prompt: is of no use without one of true_cfg_scale"):
+    with pytest.raises(ConfigError, match="--default negative_prompt: is of no use without true_cfg_scale"):
         guided("HunyuanVideoPipeline", negative_prompt="dog")
     assert complete(guided("HunyuanVideoPipeline", negative_prompt="dog", true_cfg_scale=4), {"prompt": "a cat"})
+
+
+@pytest.mark.parametrize(("scale", "expected"), [(2.5, ""), (1.0, None), (None, None)])
+@pytest.mark.parametrize("name", ["HunyuanVideoPipeline", "FluxImg2ImgPipeline"])
+def test_guidance_that_is_asked_for_without_a_negative_prompt_steers_away_from_an_empty_one(
+    name: str, scale: float | None, expected: str | None
+) -> None:
+    """Symptom: the scale was taken, and changed no byte, for the calls leave guidance out without one."""
+    schema, request = guided(name), {"prompt": "a cat", "image": {"blob": 0}, "true_cfg_scale": scale}
+    request = {key: value for key, value in request.items() if schema.param(key) is not None}
+    arguments, _ = call_arguments(anatomy_of(diffusers_class(name)), complete(schema, request), [picture()])
+    assert arguments["negative_prompt"] == expected
+
+
+def test_guidance_that_is_on_by_itself_is_left_to_the_call() -> None:
+    """Stock makes no use of it without a negative prompt, and a request that says nothing is as in stock."""
+    name = "HunyuanSkyreelsImageToVideoPipeline"
+    request = {"prompt": "a cat", "image": {"blob": 0}}
+    arguments, _ = call_arguments(anatomy_of(diffusers_class(name)), complete(guided(name), request), [picture()])
+    assert arguments["negative_prompt"] is None
 
 
 def test_guidance_that_is_on_by_itself_can_be_turned_off() -> None:
@@ -204,3 +224,23 @@ def test_a_wrong_value_names_its_field() -> None:
     with pytest.raises(BadRequest, match="height=100: must be a multiple of 64") as caught:
         complete(schema_of("StableVideoDiffusionPipeline", SVD), {"image": {"blob": 0}, "height": 100})
     assert caught.value.field == "height"
+
+
+@pytest.mark.parametrize(("rotary", "least"), [(False, 226), (True, 1)])
+def test_a_table_of_positions_for_the_text_fits_one_length(rotary: bool, least: int) -> None:
+    """Symptom: CogVideoX-2B accepted any max_sequence_length and failed of all but one in the middle of a step."""
+    transformer = {"max_text_seq_length": 226, "use_rotary_positional_embeddings": rotary}
+    facts = Facts({"transformer": transformer | {"patch_size": 2, "sample_height": 60, "sample_width": 90}})
+    length = schema_of("CogVideoXPipeline", facts).param("max_sequence_length")
+    assert length is not None
+    assert (length.minimum, length.default) == (least, 226)
+
+
+def test_learned_positions_fit_one_size() -> None:
+    transformer = {"max_text_seq_length": 226, "use_rotary_positional_embeddings": True, "patch_size": 2}
+    transformer |= {"use_learned_positional_embeddings": True, "sample_height": 60, "sample_width": 90}
+    schema = schema_of("CogVideoXImageToVideoPipeline", Facts({"transformer": transformer}))
+    bounds = {param.name: (param.minimum, param.default, param.maximum) for param in schema.params}
+    assert bounds["height"] == (480, 480, 480)
+    assert bounds["width"] == (720, 720, 720)
+    assert bounds["max_sequence_length"] == (226, 226, 226)

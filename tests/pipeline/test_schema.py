@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 from PIL import Image
 
-from triptych.config import ModelConfig
+from triptych.config import ModelConfig, Task
 from triptych.core.cost import staged_bytes
 from triptych.errors import BadRequest, ConfigError, ModelError
 from triptych.ids import ROLES, Role
@@ -310,3 +310,25 @@ def test_the_limit_on_pixels_counts_all_frames(tmp_path: Path) -> None:
     assert complete(schema, {"prompt": "a"})["num_frames"] == 17
     with pytest.raises(BadRequest, match="128x128 in 21 frames is 344064 pixels; at most 17 frames fit at that size"):
         complete(schema, {"prompt": "a", "num_frames": 21})
+
+
+@pytest.mark.parametrize(("task", "split"), [(None, "modular"), ("image-to-image", "replay")])
+def test_a_scale_that_the_model_was_not_taught_to_see_is_not_offered(
+    checkpoint: Callable[[str], Path], tmp_path: Path, task: Task | None, split: str
+) -> None:
+    """Symptom: FLUX.1-schnell took guidance_scale as classifier-free guidance, and it changed no byte."""
+    folder = tmp_path / "model"
+    shutil.copytree(checkpoint("flux"), folder)
+    config = folder / "transformer" / "config.json"
+
+    def schema() -> RequestSchema:
+        return load_pipeline(ModelConfig(path=str(folder), device="cpu", task=task), (Role.DECODER,), "cpu").schema
+
+    taught = schema()
+    assert taught.split == split
+    assert taught.param("guidance_scale") is not None
+    config.write_text(json.dumps(json.loads(config.read_text()) | {"guidance_embeds": False}))
+    schnell = schema()
+    assert set(names(taught)) - set(names(schnell)) == {"guidance_scale"}
+    with pytest.raises(BadRequest, match="takes no such parameter"):
+        complete(schnell, {"prompt": "a cat", "guidance_scale": 3.5})

@@ -3,16 +3,21 @@
 from __future__ import annotations
 
 import logging
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 
+from tests.pipeline.modular_image_checkpoints import flux2_klein
 from triptych.accel.parallel.team import Team
+from triptych.config import ModelConfig
 from triptych.errors import ConfigError
 from triptych.ids import Role
 from triptych.parallelism import Parallelism
+from triptych.pipeline.capabilities import model_capability
+from triptych.pipeline.load import load_cold
 from triptych.pipeline.sharing import PictureSharing, Shares, TextSharing
 
 
@@ -43,6 +48,19 @@ def test_a_text_encoder_with_an_adapter_is_refused_with_the_reason() -> None:
     sharing = TextSharing(team, {"text_encoder": ("transformers", "T5EncoderModel")}, {"text_encoder": encoder})
     with pytest.raises(ConfigError, match="encoder-tp=2: text_encoder has a LoRA adapter"):
         sharing.share({"text_encoder": encoder})
+
+
+def test_a_class_whose_steps_attend_to_keys_of_earlier_ones_is_on_one_gpu(tmp_path: Path) -> None:
+    """Symptom: each GPU attended to its own tokens alone, and pictures were other ones than on one GPU."""
+    folder = tmp_path / "model"
+    flux2_klein(folder)
+    index = folder / "model_index.json"
+    index.write_text(index.read_text().replace("Flux2KleinPipeline", "Flux2KleinKVPipeline"))
+    assert not model_capability(str(folder)).ways
+    config = ModelConfig(path=str(folder), device="cpu")
+    team = Team(rank=0, size=2, device=torch.device("cpu"), wish=Parallelism())
+    with pytest.raises(ConfigError, match="num-gpus=2: steps of Flux2KleinKVPipeline attend to keys"):
+        load_cold(config, (Role.DENOISER,), "cpu", team=team)
 
 
 def heads(**values: int) -> SimpleNamespace:

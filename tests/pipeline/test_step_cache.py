@@ -4,12 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 
-from triptych.accel.step_cache import FIELD
+from triptych.accel.step_cache import FIELD, StepMemory, install
 from triptych.accel.tally import Tally
 from triptych.config import ModelConfig
 from triptych.errors import ConfigError
@@ -186,3 +187,54 @@ def test_a_pipeline_whose_loop_is_its_own_is_refused(classic_checkpoint: Callabl
     config = ModelConfig(path=str(classic_checkpoint(family)), device="cpu", step_cache=0.1)
     with pytest.raises(ConfigError, match=r"step-cache=0\.1.*replaying its own loop"):
         load_pipeline(config, (Role.DENOISER,), "cpu")
+
+
+class Shallow(torch.nn.Module):
+    """A model of three equal blocks, which change less and less."""
+
+    _repeated_blocks = ("Halving",)
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = torch.nn.ModuleList(Halving() for _ in range(3))
+
+    def forward(self, hidden_states: torch.Tensor) -> torch.Tensor:
+        for block in self.blocks:
+            hidden_states = block(hidden_states)
+        return hidden_states
+
+
+class Halving(torch.nn.Module):
+    def forward(self, hidden_states: torch.Tensor) -> torch.Tensor:
+        return hidden_states / 2
+
+
+@pytest.mark.parametrize(("computing", "skipped"), [(("a",), 5), (("a", "b"), 10), (("a", "b", "a"), 15)])
+def test_models_that_compute_in_the_same_step_each_keep_their_own(computing: tuple[str, ...], skipped: int) -> None:
+    """Symptom: of two models computed by turns, each dropped what the other had kept, and no step was ever skipped."""
+    memory, tally = StepMemory(), Tally()
+    models = {name: Shallow() for name in ("a", "b")}
+    for name, model in models.items():
+        install(model, name, THRESHOLD, memory, tally)
+    state = SimpleNamespace()
+    setattr(state, FIELD, {})
+    for _ in range(6):
+        memory.enter(state)
+        for name in computing:
+            models[name](torch.ones(2, 3))
+    assert tally.steps_skipped == skipped
+    memory.enter(state)
+    assert {key.partition(".")[0] for key in getattr(state, FIELD)} == set(computing)
+
+
+def test_a_model_whose_turn_is_over_keeps_nothing() -> None:
+    memory = StepMemory()
+    models = {name: Shallow() for name in ("a", "b")}
+    for name, model in models.items():
+        install(model, name, THRESHOLD, memory, Tally())
+    state = SimpleNamespace()
+    setattr(state, FIELD, {})
+    for name in "aabb":
+        memory.enter(state)
+        models[name](torch.ones(2, 3))
+        assert {key.partition(".")[0] for key in getattr(state, FIELD)} == {name}

@@ -189,6 +189,24 @@ def test_a_request_that_does_not_fit_even_alone_fails_with_advice_and_the_others
     assert torch.allclose(second, expected, atol=1e-4)
 
 
+def test_no_more_are_measured_than_are_computed_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Symptom: with --max-running-requests 2 the first step of a shape took fifteen forwards more than it had to."""
+    config = ModelConfig(path="tiny", device="cpu", batching=True)
+    pipeline = load_pipeline(config, ROLES, "cpu", at_once=2)
+    pair = Trio.of(dict.fromkeys(ROLES, pipeline))
+    sizes: list[int] = []
+    joined = batching._joined
+
+    def watched(calls: Sequence[Call], merged: Merged) -> list[Any]:
+        sizes.append(len(calls))
+        return joined(calls, merged)
+
+    monkeypatch.setattr(batching, "_joined", watched)
+    monkeypatch.setattr(batching, "_GAIN", 1e9)
+    together(pair, [REQUEST, OTHERS[0]])
+    assert max(sizes) == 2
+
+
 def test_it_goes_with_no_step_cache() -> None:
     with pytest.raises(ConfigError, match="batching and step-cache"):
         ModelConfig(path="tiny", batching=True, step_cache=0.1)

@@ -62,6 +62,8 @@ class Anatomy:
     """Whether a picture steers it that is no start."""
     carried: dict[str, bool]
     """Clips and lists of pictures that requests carry, and whether the call needs them."""
+    keeps_keys: bool
+    """Whether steps attend to keys and values that an earlier one has kept."""
     output: str
     """``video`` or ``image``."""
     parameters: dict[str, Any]
@@ -96,6 +98,7 @@ def anatomy_of(kind: type[Any]) -> Anatomy:
         takes_mask=reading.takes_mask,
         takes_control=CONTROL in reading.parameters,
         carried=reading.carried,
+        keeps_keys=reading.keeps_keys,
         output=reading.output or "image",
         parameters=reading.parameters,
     )
@@ -126,6 +129,14 @@ class _Reading:
             if "scheduler" not in name
         }
         self.decodes = sorted(set(self._decode_calls()))
+
+    @property
+    def keeps_keys(self) -> bool:
+        """Whether its steps give the denoiser what an earlier one has kept of its attention."""
+        named = (
+            key for loop in self.loops for node in ast.walk(loop) if isinstance(node, ast.Call) for key in node.keywords
+        )
+        return any(key.arg == "kv_cache" for key in named)
 
     @property
     def encodes(self) -> bool:

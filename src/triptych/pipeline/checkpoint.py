@@ -4,10 +4,10 @@ Theory of operation. A resumed run executes its block from the beginning, which 
 encoder's output determines, and skips the steps that were done. So a checkpoint need only hold what the steps changed:
 the loop's state is looked at before the first step and compared when the checkpoint is taken. That goes for the
 entries of the block's state and for the fields of schedulers, guiders and whatever objects of Diffusers these hold.
-Tensors are compared by identity and version, plain values by value, and random generators are always kept. A field that
-holds one of those objects, or a model, is kept as the path of it: a loop puts the guider and the transformer of its
-present stage there. Whatever was changed and cannot cross a process boundary makes the run one that has no checkpoints,
-rather than one that resumes wrongly.
+Tensors are compared by identity and version, plain values by value, and random generators are always kept; the global
+ones only where something has drawn from them. A field that holds one of those objects, or a model, is kept as the path
+of it: a loop puts the guider and the transformer of its present stage there. Whatever was changed and cannot cross a
+process boundary makes the run one that has no checkpoints, rather than one that resumes wrongly.
 """
 
 from __future__ import annotations
@@ -23,11 +23,12 @@ import torch
 from triptych.accel.step_cache import FIELD
 from triptych.errors import StageError, WireError
 from triptych.pipeline.codec import decode_state, encode_state, without_entry
+from triptych.pipeline.randomness import GlobalRandomness
 
 Frozen = tuple[bytes, tuple[torch.Tensor, ...]]
 """A value tree in MessagePack and the tensors that it refers to."""
 
-_SECTIONS = {"step", "steps", "replaced", "written", "pointed", "host", "generators"}
+_SECTIONS = {"step", "steps", "replaced", "written", "pointed", "host", "generators", "global"}
 
 
 _STATE = "state"
@@ -41,7 +42,9 @@ class Unsaved(Exception):
 class Baseline:
     """The state of a loop before its first step."""
 
-    def __init__(self, components: Any, block_state: Any) -> None:
+    def __init__(self, components: Any, block_state: Any, randomness: GlobalRandomness) -> None:
+        self._randomness = randomness
+        self._drawn = randomness.states()
         self._marks = {
             path: {name: _mark(value) for name, value in vars(owner).items()}
             for path, owner in _owners(components, block_state).items()
@@ -83,6 +86,7 @@ class Baseline:
             "pointed": pointed,
             "host": host,
             "generators": dict(_generators(owners)),
+            "global": self._randomness.changed(self._drawn),
         }
         try:
             tree, tensors = encode_state(values, {})
@@ -119,8 +123,9 @@ class Saved:
         self.steps = steps
         self._values = values
 
-    def restore(self, components: Any, block_state: Any) -> None:
-        """Put a loop that has skipped its first steps into the state after them. Raises `StageError`."""
+    def restore(self, components: Any, block_state: Any, randomness: GlobalRandomness) -> None:
+        """Put a loop that has skipped its first steps, and has ``randomness`` installed, into the state after them.
+        Raises `StageError`."""
         values = self._values
         owners = _owners(components, block_state)
         host = set(values["host"])
@@ -141,6 +146,9 @@ class Saved:
         present = dict(_generators(owners))
         for path, generator in values["generators"].items():
             _known(present, path).set_state(generator.get_state())
+        if len(values["global"]) != len(randomness.states()):
+            raise StageError("the checkpoint is of a run on another kind of device", retryable=True)
+        randomness.advance(values["global"])
 
 
 # -- what belongs to a loop ----------------------------------------------------------------------------------------

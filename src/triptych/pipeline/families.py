@@ -27,7 +27,9 @@ class Preset:
     """Largest height or width in pixels."""
     max_pixels: int | None = None
     """Most pixels of one output, over all of its frames."""
+    min_frames: int | None = None
     max_frames: int | None = None
+    min_steps: int | None = None
     max_steps: int | None = None
     max_n: int | None = None
     """Most outputs of one request."""
@@ -64,6 +66,15 @@ class Pictures:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
+class ExactTimestep:
+    """How a transformer is told the scheduler's timestep, of 1000."""
+
+    argument: str = "timestep"
+    done: bool = False
+    """It is told the share that is done, not the timestep."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
 class Family:
     """How one pipeline class differs from the generic rules."""
 
@@ -95,9 +106,16 @@ class Family:
     system_message: str | None = None
     """What the language model is told before each prompt, where the blocks say other words than the model was made
     for."""
-    exact_timestep: bool = False
+    draw_on_device: frozenset[str] = frozenset()
+    """Classes of blocks that draw on the device with the request's generator, which is the CPU's: they are made to draw
+    where the generator is."""
+    exact_timestep: ExactTimestep | None = None
     """The loop rounds the timestep, to the weights' dtype (999 becomes 1000 in bfloat16) or to an integer, which the
-    classic pipeline does not; the transformer is given the scheduler's own value."""
+    classic pipeline does not; the transformer is given the scheduler's own value. One with a timestep for each token
+    is left as it is: no loop rounds those."""
+    float_predictions: bool = False
+    """The loop leaves predictions in the weights' dtype, and so the scheduler rounds the latents to it in each step;
+    the classic pipeline makes float32 of predictions, and so does the request's guider."""
 
 
 MANY_PICTURES = 8
@@ -114,7 +132,7 @@ _WAN = Family(
         height=480, width=832, num_frames=81, fps=16, num_inference_steps=50, guidance_scale=5.0, max_side=1280
     ),
     encoder_needs_guider=True,
-    exact_timestep=True,
+    exact_timestep=ExactTimestep(),
     streams=True,
 )
 # The block that crops the last picture takes height for width, and needs torchvision.
@@ -132,7 +150,8 @@ _WAN22 = replace(_WAN, preset=replace(_WAN.preset, num_inference_steps=40, guida
 _HELIOS = Family(
     preset=Preset(fps=24, guidance_scale=5.0, max_frames=1452, max_n=1),
     pictures=Pictures(optional=True),
-    exact_timestep=True,
+    draw_on_device=frozenset({"HeliosAddNoiseToImageLatentsStep", "HeliosAddNoiseToVideoLatentsStep"}),
+    exact_timestep=ExactTimestep(),
 )
 # The audio autoencoder decodes with the decoder role; the denoiser asks how long and how wide its latents are.
 _LTX2 = Family(
@@ -263,7 +282,13 @@ FAMILIES: dict[str, Family] = {
     "Flux2KleinBaseModularPipeline": Family(preset=Preset(guidance_scale=4.0), pictures=_FLUX2_PICTURES),
     # Of a picture it makes about a megapixel, and looks at that.
     "FluxKontextModularPipeline": Family(pictures=Pictures(whole=True, follows=False, optional=True)),
-    "LTXModularPipeline": Family(preset=Preset(guidance_scale=3.0), latent_patch=1, encoder_needs_guider=True),
+    "LTXModularPipeline": Family(
+        preset=Preset(guidance_scale=3.0),
+        latent_patch=1,
+        encoder_needs_guider=True,
+        exact_timestep=ExactTimestep(),
+        float_predictions=True,
+    ),
     "LTX2ModularPipeline": _LTX2,
     "LTX25ModularPipeline": _LTX2,
     "HeliosModularPipeline": _HELIOS,
@@ -276,7 +301,15 @@ FAMILIES: dict[str, Family] = {
         latent_patch=1,
         encoder_needs_guider=True,
     ),
-    "ZImageModularPipeline": Family(preset=Preset(height=1024, width=1024, guidance_scale=0.0), guidance_offset=1.0),
+    "ZImageModularPipeline": Family(
+        preset=Preset(height=1024, width=1024, guidance_scale=0.0),
+        guidance_offset=1.0,
+        exact_timestep=ExactTimestep(argument="t", done=True),
+    ),
+    # Half of its schedule is linear, and divided by how many steps that is.
+    "MochiPipeline": Family(preset=Preset(min_steps=2)),
+    # Its guidance grows from none at the first frame: with no other one it is off, once the picture was readied for it.
+    "StableVideoDiffusionPipeline": Family(preset=Preset(min_frames=2)),
     # Guidance is off at 1 alone; below it the prompt steers away from itself.
     "Cosmos3OmniModularPipeline": Family(guidance_least=1.0),
     "LDMTextToImagePipeline": Family(guidance_least=1.0),

@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from pathlib import Path
 
 from triptych.accel.attention import COMPILING
+from triptych.accel.batching import MOST_AT_ONCE
 from triptych.accel.compiling import allow_many_graphs, count_compilations, default_folder, keep_graphs_in
 from triptych.accel.parallel.team import Team
 from triptych.accel.tally import Tally
@@ -33,15 +34,17 @@ def load_pipeline(
     device: str,
     tally: Tally | None = None,
     component: LoadComponent = load_component,
+    at_once: int = MOST_AT_ONCE,
 ) -> ModularRolePipeline | ReplayRolePipeline:
     """The pipeline of ``model`` with the weights of ``roles`` on ``device`` (a torch device name), warmed up.
 
     Cut at its modular blocks where Diffusers has them for the model's class, else by record and replay. What its
-    accelerations do is counted in ``tally``; ``component`` is what gives a component its weights.
+    accelerations do is counted in ``tally``; ``component`` is what gives a component its weights; ``at_once`` is how
+    many requests will be computed by turns.
 
     Raises `ModelError` for a folder that cannot be loaded or split, naming the component.
     """
-    pipeline, warm_up = load_cold(model, roles, device, tally, component=component)
+    pipeline, warm_up = load_cold(model, roles, device, tally, component=component, at_once=at_once)
     warm_up(pipeline)
     return pipeline
 
@@ -53,13 +56,16 @@ def load_cold(
     tally: Tally | None = None,
     team: Team | None = None,
     component: LoadComponent = load_component,
+    at_once: int = MOST_AT_ONCE,
 ) -> tuple[ModularRolePipeline | ReplayRolePipeline, WarmUp]:
     """The same, and apart from it what warms it up.
 
     With a ``team`` the denoiser computes this rank's share, and all ranks load at the same time. Raises `ConfigError`
     besides, for a model that the team cannot share.
     """
-    loading = Loading(model=model, roles=roles, device=device, tally=tally or Tally(), team=team, component=component)
+    loading = Loading(
+        model=model, roles=roles, device=device, tally=tally or Tally(), team=team, component=component, at_once=at_once
+    )
     quiet_libraries()
     if model.profile != "stock" or not COMPILING.isdisjoint(model.attention_backend.split(",")):
         keep_graphs_in(model.cache_dir or default_folder())
@@ -78,7 +84,7 @@ def load_cold(
     _check_replayable(loading, index["_class_name"])
     replayed = load_replay(loading, index)
     # A classic pipeline computes its branches in one forward.
-    return replayed, lambda own: rehearse(own, None, model.warmup, denoisers=1, tally=loading.tally, unguided=True)
+    return replayed, lambda own: rehearse(own, None, model.warmup, denoisers=1, tally=loading.tally, unguided=1)
 
 
 def _check_replayable(loading: Loading, kind: str) -> None:

@@ -9,6 +9,7 @@ from typing import Any, TypeAlias
 
 import torch
 
+from triptych.accel.batching import MOST_AT_ONCE
 from triptych.accel.parallel.team import Team
 from triptych.accel.tally import Tally
 from triptych.config import ModelConfig
@@ -35,6 +36,8 @@ class Loading:
     """The ranks that share the work, each of which loads at the same time."""
     component: LoadComponent
     """What gives a component its weights."""
+    at_once: int = MOST_AT_ONCE
+    """Requests that are computed by turns, so as many as may share a forward."""
     commit: str = ""
     """Of a model from the Hub, that which ``model`` asks for as its revision."""
 

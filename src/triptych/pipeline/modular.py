@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import secrets
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -10,12 +11,13 @@ from typing import Any
 import torch
 
 from triptych.accel.attention import backends
-from triptych.accel.batching import ForwardBatcher
-from triptych.accel.guiders import GuiderShare
+from triptych.accel.batching import Call, ForwardBatcher, Kind
+from triptych.accel.companions import Calls, Companions, companions
+from triptych.accel.guiders import FloatPredictions, GuiderShare, watched
 from triptych.accel.unipc import unhurried
 from triptych.accel.wan_vae import installed
 from triptych.errors import StageError, WireError
-from triptych.ids import Role
+from triptych.ids import ROLES, Role
 from triptych.pipeline.checkpoint import Frozen, Saved
 from triptych.pipeline.codec import decode_state, encode_state
 from triptych.pipeline.cut import Cut
@@ -25,6 +27,7 @@ from triptych.pipeline.frames import FrameStream
 from triptych.pipeline.guard import guarded
 from triptych.pipeline.lora import Adapters
 from triptych.pipeline.preview import PREVIEW, Projection, middle_frame
+from triptych.pipeline.randomness import GlobalRandomness
 from triptych.pipeline.request import complete, first_state, guider_settings
 from triptych.pipeline.shift import shifted
 from triptych.pipeline.stage import Clip, StageOutput, StageResult, StageRun
@@ -76,7 +79,7 @@ class ModularRolePipeline:
         if family.exact_timestep and Role.DENOISER in loaded:
             for name, component in loaded[Role.DENOISER].pipeline.components.items():
                 if isinstance(component, torch.nn.Module) and name.startswith("transformer"):
-                    exact_timestep(component, self._clock)
+                    exact_timestep(component, self._clock, family.exact_timestep)
 
     def with_parts(self, loaded: dict[Role, LoadedRole]) -> ModularRolePipeline:
         """The same model with other parts."""
@@ -124,14 +127,29 @@ class ModularRolePipeline:
         """Whether forwards of several requests are joined."""
         return self._batcher is not None
 
+    def companions(self, runs: Sequence[StageRun], turn: int) -> Companions:
+        """Who advances with whom; see `Together`. Encodings, of one step each, all do."""
+        assert self._batcher is not None
+        return companions([run.called if isinstance(run, _DenoiseStage) else () for run in runs], turn, self._batcher)
+
     def advance_together(self, runs: Sequence[StageRun]) -> list[StageResult | Exception | None]:
         """One step of several denoising runs, or several encodings; see `Together`."""
         assert self._batcher is not None
         stages = [run for run in runs if isinstance(run, _DenoiseStage)]
         if not stages:
-            return advance_together(Role.ENCODER, [Once(run.advance) for run in runs], self._batcher)
+            wholes = [run for run in runs if isinstance(run, _WholeStage)]
+            assert len(wholes) == len(runs)
+            once = [Once(whole.compute, whole.randomness) for whole in wholes]
+            return advance_together(Role.ENCODER, once, self._batcher)
         assert len(stages) == len(runs)
-        states = advance_together(Role.DENOISER, [stage.stepped for stage in stages], self._batcher)
+        calls: list[list[Kind]] = [[] for _ in stages]
+
+        def called(number: int, call: Call) -> None:
+            calls[number].append(call.kind)
+
+        states = advance_together(Role.DENOISER, [stage.stepped for stage in stages], self._batcher, called)
+        for stage, kinds in zip(stages, calls, strict=True):
+            stage.called = tuple(kinds)
         return [state if state is None or isinstance(state, Exception) else self.denoised(state) for state in states]
 
     def denoised(self, state: Any) -> StageResult:
@@ -185,7 +203,8 @@ class ModularRolePipeline:
         if role is Role.DENOISER:
             if self._shared is not None:
                 _share_guiders(view, self._shared)
-            return _DenoiseStage(self, SteppedBlock(view, loaded.blocks, state, self._clock), params)
+            randomness = GlobalRandomness(_seed(params, state), self._device)
+            return _DenoiseStage(self, SteppedBlock(view, loaded.blocks, state, self._clock, randomness), params)
         return _DecodeStage(self, role, view, state, params, streams=self._family.streams)
 
     def _received(self, role: Role, inputs: Sequence[tuple[bytes, Sequence[torch.Tensor]]]) -> Any:
@@ -239,7 +258,8 @@ def request_view(pipeline: Any, family: Family, params: Mapping[str, Any], *, en
         if hasattr(component, "set_timesteps"):
             setattr(view, name, unhurried(shifted(copy.deepcopy(component), params)))
         elif hasattr(component, "prepare_models"):
-            setattr(view, name, component.new(**guider_settings(family, params, name, encoder=encoder)))
+            guider = component.new(**guider_settings(family, params, name, encoder=encoder))
+            setattr(view, name, watched(guider, FloatPredictions()) if family.float_predictions else guider)
     return view
 
 
@@ -261,6 +281,8 @@ class _WholeStage:
         self._view = view
         self._state = state
         self._params = params
+        # Beside the denoiser's, so that what the roles draw is not the same.
+        self.randomness = GlobalRandomness(_seed(params, state) + 1 + ROLES.index(role), owner.device)
 
     @property
     def step(self) -> int:
@@ -271,6 +293,11 @@ class _WholeStage:
         return 0
 
     def advance(self) -> StageResult:
+        with self.randomness.installed():
+            return self.compute()
+
+    def compute(self) -> StageResult:
+        """All that `advance` does, with the random states as they are."""
         view, state = self._view, self._state
         self.cancel()
         with guarded(self._role):
@@ -343,6 +370,8 @@ class _DenoiseStage:
     def __init__(self, owner: ModularRolePipeline, stepped: SteppedBlock, params: Mapping[str, Any]) -> None:
         self._owner = owner
         self.stepped = stepped
+        self.called: Calls = ()
+        """What its last step called, where forwards are joined."""
         self._adapters = owner.adapters.read(params)
         self._params = params
 
@@ -389,6 +418,14 @@ class _DenoiseStage:
 
     def cancel(self) -> None:
         self.stepped.cancel()
+
+
+def _seed(params: Mapping[str, Any], state: Any) -> int:
+    """What the request's random numbers begin from; drawn by the encoder where it names none."""
+    seed, generator = params.get("seed"), state.values.get("generator")
+    if seed is None:
+        return generator.initial_seed() if isinstance(generator, torch.Generator) else secrets.randbits(53)
+    return seed
 
 
 def _state(values: dict[str, Any], kwargs_types: dict[str, list[str]]) -> Any:

@@ -10,11 +10,14 @@ from typing import Any
 import diffusers
 import msgspec
 
-from triptych.accel.batching import ForwardBatcher
+from triptych.accel.batching import MOST_AT_ONCE, ForwardBatcher
 from triptych.accel.branches import BranchBatching
+from triptych.accel.guiders import changes_model
+from triptych.config import ModelConfig
 from triptych.errors import ConfigError, ModelError
 from triptych.ids import ROLES, Role
 from triptych.pipeline.cut import cut
+from triptych.pipeline.drawing import draw_elsewhere
 from triptych.pipeline.families import family_of
 from triptych.pipeline.fingerprint import fingerprint
 from triptych.pipeline.known import modular_counterpart, whether_picture
@@ -60,7 +63,7 @@ class _Plan:
         self._whole = whole = _whole_pipeline(folder, index)
         self._kind = type(whole).__name__
         self._family = family_of(self._kind)
-        blocks = exchange(whole.blocks, self._family.exchanged)
+        blocks = draw_elsewhere(exchange(whole.blocks, self._family.exchanged), self._family.draw_on_device)
         blocks = instruct(pass_on(blocks, self._family.pictures.as_given), self._family.system_message)
         picture = whether_picture(index, self._family, model.task)
         self._parts = cut(self._kind, blocks, picture=picture)
@@ -76,13 +79,14 @@ class _Plan:
             name: stand_in(self._folder, name, *entry, loading.dtype) for name, entry in self._present.items()
         }
         _put(whole, {name: value for name, value in self._stand_ins.items() if value is not None})
+        _refuse_beside(model, whole, self._kind)
         self._schema = self._whole_schema()  # what cannot be is said before the weights are loaded
         guided = is_guided(self._parts)
         used = [spec.name for spec in self._parts.executed[Role.DENOISER].expected_components]
         self._shares = Shares(
             loading.team, own, self._present, self._stand_ins, used, guided=guided, off=guidance_is_off(self._schema)
         )
-        self._batcher = ForwardBatcher() if model.batching else None
+        self._batcher = ForwardBatcher(most=min(loading.at_once, MOST_AT_ONCE)) if model.batching else None
         self._joined = BranchBatching() if model.batch_guidance and loading.serves(Role.DENOISER) else None
         if self._joined is not None and not guided:
             raise ConfigError(f"batch-guidance: {self._kind} has no guidance with a forward for each branch")
@@ -136,8 +140,9 @@ class _Plan:
         denoisers = sum(name.startswith("transformer") for name in loaded)
         if self._batcher is not None:
             self._batcher.profiling = True
-        unguided = self._shares.unguided_differs
-        rehearse(own, before, shapes, denoisers=denoisers, tally=loading.tally, unguided=unguided)
+        guided, plain = self._shares.token_ranks
+        unguided = plain if plain != guided else None
+        rehearse(own, before, shapes, denoisers=denoisers, tally=loading.tally, ranks=guided, unguided=unguided)
         if self._batcher is not None:
             self._batcher.profiling = False
 
@@ -192,6 +197,21 @@ class _Plan:
         _put(pipeline, {name: value for name, value in self._stand_ins.items() if value is not None})
         _put(pipeline, own | made)
         return LoadedRole(role=role, pipeline=pipeline, blocks=blocks)
+
+
+def _refuse_beside(model: ModelConfig, whole: Any, kind: str) -> None:
+    """Raise `ConfigError` for options that take forwards for alike which a guider has changed the model for."""
+    guiders = {name: guider for name, guider in whole.components.items() if changes_model(guider)}
+    options = {
+        "batching": model.batching,
+        "batch-guidance": model.batch_guidance,
+        "step-cache": bool(model.step_cache),
+        f"profile={model.profile}": model.profile != "stock",
+    }
+    for name, guider in guiders.items():
+        if asked := next((option for option, given in options.items() if given), None):
+            guided = f"{type(guider).__name__}, the {name} of this {kind}"
+            raise ConfigError(f"{asked}: {guided}, changes the model for some of its branches")
 
 
 def _join_branches(joined: BranchBatching, loaded: Mapping[str, Any]) -> tuple[str, ...]:

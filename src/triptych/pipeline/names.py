@@ -14,6 +14,9 @@ AREA = "max_area"
 STAGE_STEPS = "pyramid_num_inference_steps_list"
 """What pipelines that go from small to large call the steps of each size."""
 
+GUIDANCE_STEPS = "guidance_schedule"
+"""What pipelines whose guidance changes in the course of the steps call its scales, one a step."""
+
 CHUNK = "num_latent_frames_per_chunk"
 """What pipelines that make a clip in chunks call the length of one."""
 

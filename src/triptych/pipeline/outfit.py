@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 
+from triptych.accel import forgetful
 from triptych.accel.batching import ForwardBatcher
 from triptych.accel.compiling import default_folder
 from triptych.accel.memory import divide, offload
@@ -69,6 +70,8 @@ def outfit(
         cache_dir=model.cache_dir or default_folder(),
         agree=agree,
     )
+    for module in modules.values():
+        forgetful.install(module)
     for technique in techniques:
         logger.info("%s: %s (%s)", technique.name, "on" if technique.on else "off", technique.why)
     # Not the measured milliseconds: they differ from start to start, the bytes do not.

@@ -6,9 +6,11 @@ import io
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from typing import Any
 
+import numpy as np
 from PIL import Image, ImageOps
 
 from triptych.errors import BadRequest
+from triptych.pictures import FORMATS, objection, upright
 from triptych.pipeline.clips import clip_frames
 from triptych.pipeline.families import Pictures
 from triptych.pipeline.names import CONTROL, LAST, MASK
@@ -115,15 +117,24 @@ def _file(name: str, blob: Any, files: Sequence[bytes]) -> bytes:
 
 
 def _picture(name: str, data: bytes, mode: str, size: tuple[int, int] | None) -> Image.Image:
+    if (reason := objection(data)) is not None:
+        raise BadRequest(name, f"{name}: {reason}")
     try:
-        image = Image.open(io.BytesIO(data))
+        image = Image.open(io.BytesIO(data), formats=FORMATS)
         if image.width * image.height > MAX_PIXELS:
             raise BadRequest(name, f"{name}: {image.width}x{image.height} exceeds {MAX_PIXELS} pixels")
-        image = ImageOps.exif_transpose(image)
+        image = _eight_bit(upright(image))
         image = _grey(image) if name == MASK else image.convert(mode)
     except (OSError, ValueError, SyntaxError, Image.DecompressionBombError) as error:
         raise BadRequest(name, f"{name}: cannot be decoded: {error}") from error
     return image if size is None else ImageOps.fit(image, size, Image.Resampling.LANCZOS)
+
+
+def _eight_bit(image: Image.Image) -> Image.Image:
+    """Of a grey picture with 16 bits a pixel, as depth maps are, the one of 8; Pillow would clip it to white."""
+    if not image.mode.startswith("I"):
+        return image
+    return Image.fromarray(((np.asarray(image).astype(np.uint32) + 128) // 257).astype(np.uint8))
 
 
 def _grey(mask: Image.Image) -> Image.Image:

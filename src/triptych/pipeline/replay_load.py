@@ -53,6 +53,11 @@ def load_replay(loading: Loading, index: dict[str, Any]) -> ReplayRolePipeline:
     anatomy = _as_guided(anatomy, stand_ins)
     if team is not None and team.wish.encoder_tp > 1:
         raise ConfigError(f"encoder-tp={team.size}: {kind.__name__} is split by replay, whose encoder is on one GPU")
+    if team is not None and anatomy.keeps_keys and loading.serves(Role.DENOISER):
+        raise ConfigError(
+            f"num-gpus={team.size}: steps of {kind.__name__} attend to keys that earlier ones have kept, which GPUs do "
+            "not exchange"
+        )
     # Its guidance is one forward of a doubled batch, so branches are not apart.
     shares = Shares(team, loading.roles, present, stand_ins, sorted(anatomy.denoisers), guided=False)
     loaded = {

@@ -42,7 +42,7 @@ _SAME = (
     *COUNT_INPUTS,
 )  # fmt: skip
 
-_SIDE_MULTIPLES = {"GlmImagePipeline": 32}
+_SIDE_MULTIPLES = {"GlmImagePipeline": 32, "StableVideoDiffusionPipeline": 8}
 """Classes that ask for more than the sizes in their configs say."""
 
 
@@ -63,6 +63,8 @@ def call_arguments(anatomy: Anatomy, params: Mapping[str, Any], images: Sequence
     seed = arguments.pop("generator").initial_seed()
     if params.get(SECOND_SCALE) is not None:
         arguments[SECOND_SCALE] = params[SECOND_SCALE]
+    if arguments.get(TRUE_GUIDANCE, 0) > 1 and arguments["negative_prompt"] is None and not _guides(anatomy):
+        arguments["negative_prompt"] = ""  # without one the call would ignore the scale
     for name, own in _aliases(anatomy).items():
         arguments.pop(name, None)
         if params.get(name) is not None:
@@ -101,7 +103,10 @@ def build_replay_schema(
         second = Param(name=SECOND_SCALE, type="number", nullable=True, minimum=0.0, maximum=100.0, off=0.0,
                        description="The same for the second transformer; None is guidance_scale.")  # fmt: skip
         schema = msgspec.structs.replace(schema, params=(*schema.params, second))
-    params = tuple(_adapted(param, multiple) for param in schema.params if param.name != "prompt" or "prompt" in given)
+    fixed = _config(facts, "use_learned_positional_embeddings") is True
+    params = tuple(
+        _adapted(param, multiple, fixed=fixed) for param in schema.params if param.name != "prompt" or "prompt" in given
+    )
     return msgspec.structs.replace(schema, split="replay", task=anatomy.task, params=params)
 
 
@@ -123,6 +128,11 @@ def _names(anatomy: Anatomy) -> dict[str, Any]:
     if "negative_prompt" in found and GUIDANCE in aliases and aliases[GUIDANCE] != TRUE_GUIDANCE:
         found |= {name: anatomy.parameters[name] for name in {TRUE_GUIDANCE} & anatomy.parameters.keys()}
     return found
+
+
+def _guides(anatomy: Anatomy) -> bool:
+    """Whether the second scale of guidance is on by itself, though without a negative prompt it does nothing."""
+    return anatomy.parameters[TRUE_GUIDANCE] > 1
 
 
 def _aliases(anatomy: Anatomy) -> dict[str, str]:
@@ -210,16 +220,18 @@ def _side_multiple(facts: Any, pipeline_class: str) -> int:
     return math.lcm(own, _SIDE_MULTIPLES.get(pipeline_class, 1))
 
 
-def _adapted(param: Param, multiple: int) -> Param:
+def _adapted(param: Param, multiple: int, *, fixed: bool) -> Param:
+    """``param`` with sides that the class takes; ``fixed``: its learned positions are those of one size."""
     if param.name not in ("height", "width") or param.multiple_of is None:
         return param
     multiple = math.lcm(multiple, param.multiple_of)
     default = int(param.default or 0)
+    default = max(multiple, default - default % multiple)
     most = max(int(param.maximum or 0), default)
     return msgspec.structs.replace(
         param,
         multiple_of=multiple,
-        minimum=multiple,
-        maximum=most - most % multiple,
-        default=max(multiple, default - default % multiple),
+        minimum=default if fixed else multiple,
+        maximum=default if fixed else most - most % multiple,
+        default=default,
     )

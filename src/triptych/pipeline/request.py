@@ -12,7 +12,7 @@ import torch
 from triptych.config import CFG
 from triptych.errors import BadRequest, ConfigError
 from triptych.pipeline.families import Family
-from triptych.pipeline.names import AREA, COUNT_INPUTS, GUIDERS, SCALES, STAGE_STEPS
+from triptych.pipeline.names import AREA, COUNT_INPUTS, GUIDANCE_STEPS, GUIDERS, SCALES, STAGE_STEPS
 from triptych.pipeline.pictures import opened
 from triptych.wire.adapters import read_adapters
 from triptych.wire.schema import Param, RequestSchema
@@ -38,11 +38,8 @@ def complete(schema: RequestSchema, params: Mapping[str, Any]) -> dict[str, Any]
     found = {
         param.name: _checked(param, params.get(param.name, param.default_beside(params))) for param in schema.params
     }
-    if (objection := schema.too_large(found)) is not None:
-        raise BadRequest("size", f"size: {objection}")
-    for param in schema.params:
-        if param.needs and found[param.name] is not None and found.get(param.needs) is None:
-            raise BadRequest(param.name, f"{param.name}: is of no use without {param.needs}")
+    if (objection := schema.objection(found)) is not None:
+        raise BadRequest(objection.field, objection.message)
     return found
 
 
@@ -69,11 +66,8 @@ def with_defaults(schema: RequestSchema, defaults: Mapping[str, _Scalar]) -> Req
         for param in schema.params
     )
     changed = msgspec.structs.replace(schema, params=params)
-    for param in params:
-        if param.name in defaults and param.needs and defaults.get(param.needs, _default(schema, param.needs)) is None:
-            raise ConfigError(f"--default {param.name}: is of no use without one of {param.needs}")
-    if defaults and (objection := changed.too_large({p.name: p.default for p in params})) is not None:
-        raise ConfigError(f"--default: {objection}")
+    if defaults and (objection := changed.objection({p.name: p.default for p in params})) is not None:
+        raise ConfigError(f"--default {objection.message}")
     return changed
 
 
@@ -89,11 +83,6 @@ def _guidance_resolved(schema: RequestSchema, defaults: Mapping[str, _Scalar]) -
     off: dict[str, _Scalar] = {param.name: param.off for param in schema.params if param.off is not None}
     moot = {name for name in SCALES if schema.param(name) is None}
     return {name: value for name, value in found.items() if name not in moot} | off
-
-
-def _default(schema: RequestSchema, name: str) -> Any:
-    param = schema.param(name)
-    return None if param is None else param.default
 
 
 def first_state(
@@ -117,8 +106,12 @@ def first_state(
         known["frame_rate"] = float(params["fps"])
     inputs = list(inputs)
     stages = next((entry.default for entry in inputs if entry.name == STAGE_STEPS), None)
-    if stages and params.get("num_inference_steps") is not None:
-        known[STAGE_STEPS] = [params["num_inference_steps"] // len(stages)] * len(stages)
+    scales = next((entry.default for entry in inputs if entry.name == GUIDANCE_STEPS), None)
+    steps = params.get("num_inference_steps")
+    if stages and steps is not None:
+        known[STAGE_STEPS] = [steps // len(stages)] * len(stages)
+    if scales and steps is not None:  # the same course over more or fewer steps
+        known[GUIDANCE_STEPS] = [scales[(2 * step + 1) * len(scales) // (2 * steps)] for step in range(steps)]
     return {entry.name: known.get(entry.name, entry.default) for entry in inputs}
 
 

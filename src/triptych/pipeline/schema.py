@@ -17,6 +17,7 @@ from triptych.pipeline.names import (
     COUNT_INPUTS,
     GUIDANCE,
     GUIDERS,
+    LAST,
     SPATIAL,
     STAGE_STEPS,
     TEMPORAL,
@@ -26,7 +27,7 @@ from triptych.pipeline.names import (
 from triptych.pipeline.pictures import picture_params
 from triptych.pipeline.shift import FLOW_SHIFT, shift_of
 from triptych.pipeline.source import spelled
-from triptych.wire.schema import HandoffSize, Param, RequestSchema
+from triptych.wire.schema import Beside, HandoffSize, Param, RequestSchema
 
 SETTINGS = "triptych.json"
 """Optional file in a model folder: {"defaults": {...}, "limits": {...}} under the names of `Preset`."""
@@ -191,9 +192,13 @@ class _Builder:
             # Only whole chunks are made.
             length = self._temporal * (chunk - 1) + 1
             return _stepped("num_frames", default, length, 0, most, "Frames of the clip.", least=length)
-        return _stepped(
-            "num_frames", default, self._temporal, 1, most, "Frames of the clip; 1 gives an image.", least=1
-        )
+        # What goes from a first picture to a last one has at least one latent frame beyond that of the first.
+        last = next((picture for picture in self._pictures() if picture.name == LAST), None)
+        least = self._limit("min_frames") or (self._temporal + 1 if last is not None and last.required else 1)
+        what = "Frames of the clip; 1 gives an image." if least == 1 else "Frames of the clip."
+        param = _stepped("num_frames", default, self._temporal, 1, most, what, least=least)
+        beside = (Beside(param=LAST, minimum=self._temporal + 1),) if last is not None and not last.required else ()
+        return replace(param, beside=beside)
 
     def _steps(self) -> list[Param]:
         stages = self._declared(STAGE_STEPS)
@@ -206,7 +211,7 @@ class _Builder:
             return []
         default = self._default("num_inference_steps") or self._declared("num_inference_steps") or 50
         # A schedule that is stretched to end at a given noise level divides by the length of its first step.
-        least = 2 if _config(self._whole, "scheduler", "shift_terminal") else 1
+        least = self._limit("min_steps") or (2 if _config(self._whole, "scheduler", "shift_terminal") else 1)
         most = self._limit("max_steps") or 200
         return [_stepped("num_inference_steps", default, 1, 0, most, "Denoising steps.", least)]
 
@@ -214,6 +219,8 @@ class _Builder:
         offset = self._family.guidance_offset
         off: float | None = 1.0 - offset
         text = "How strongly the prompt steers; the minimum turns guidance off."
+        if self._guidance_is_unread:
+            return []
         if GUIDANCE in self._inputs:
             default, least = self._inputs[GUIDANCE].default, self._family.guidance_least
             off = least
@@ -239,9 +246,10 @@ class _Builder:
             return []
         own = float(self._declared(TRUE_GUIDANCE))
         on = own > 1.0
+        away = "negative_prompt" if on else "negative_prompt, or from an empty one"
         return [Param(name=TRUE_GUIDANCE, type="number", default=own if on else None, nullable=not on, minimum=1.0,
                       maximum=100.0, off=1.0 if on else None,
-                      description="How strongly the prompt steers away from negative_prompt; at 1, not at all."
+                      description=f"How strongly the prompt steers away from {away}; at 1, not at all."
                       )]  # fmt: skip
 
     def _flow_shift(self) -> list[Param]:
@@ -254,7 +262,7 @@ class _Builder:
     def _sequence_length(self) -> list[Param]:
         if "max_sequence_length" not in self._inputs:
             return []
-        fixed = self._family.text_length
+        fixed = self._family.text_length or self._text_positions
         default = fixed or self._default("max_sequence_length") or self._inputs["max_sequence_length"].default or 512
         most = fixed or self._limit("max_sequence_length") or max(default, 512)
         return [Param(name="max_sequence_length", type="integer", default=default, minimum=fixed or 1, maximum=most,
@@ -300,6 +308,14 @@ class _Builder:
         return TRUE_GUIDANCE in self._inputs or bool(_config(self._whole, "transformer", "guidance_embeds"))
 
     @property
+    def _guidance_is_unread(self) -> bool:
+        """Whether the call's scale is a condition that this transformer does not know: FLUX.1-schnell takes none."""
+        if GUIDANCE not in self._inputs or _config(self._whole, "transformer", "guidance_embeds") is not False:
+            return False
+        # Of classic pipelines some give the name to classifier-free guidance; blocks have a guider for that.
+        return TRUE_GUIDANCE in self._inputs or (bool(self._parts.parts) and guider_scale(self._whole) is None)
+
+    @property
     def _spatial(self) -> int:
         return factor(self._whole, SPATIAL) or 8
 
@@ -317,6 +333,14 @@ class _Builder:
     def _patch(self) -> tuple[int, ...]:
         patch = _config(self._whole, "transformer", "patch_size")
         return tuple(patch) if isinstance(patch, (tuple, list)) else (int(patch or 1),)
+
+    @property
+    def _text_positions(self) -> int | None:
+        """How many tokens of text the transformer adds a table of positions to, which fits no other number."""
+        found = _config(self._whole, "transformer", "max_text_seq_length")
+        rotary = _config(self._whole, "transformer", "use_rotary_positional_embeddings")
+        learned = _config(self._whole, "transformer", "use_learned_positional_embeddings")
+        return found if isinstance(found, int) and (rotary is False or learned is True) else None
 
     @property
     def _positions(self) -> dict[str, int]:

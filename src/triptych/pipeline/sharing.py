@@ -80,10 +80,12 @@ class Shares:
             )
 
     @property
-    def unguided_differs(self) -> bool:
-        """Whether a rank computes other sizes where a request has no guidance, whose branches would be shared."""
-        degrees = None if self._denoiser is None else self._denoiser.degrees
-        return degrees is not None and degrees.plain.sp != degrees.guided.sp
+    def token_ranks(self) -> tuple[int, int]:
+        """How many ranks share the tokens of a forward, in requests with guidance and in those without."""
+        if self._denoiser is None:
+            return 1, 1
+        degrees = self._denoiser.degrees
+        return degrees.guided.sp, degrees.plain.sp
 
     def share(self, loaded: Mapping[str, Any], tally: Tally) -> tuple[SharedDenoiser | None, tuple[str, ...]]:
         """Have the loaded models compute this rank's share; what changes results by it, for the fingerprint.

@@ -9,6 +9,7 @@ from typing import Any, Protocol, runtime_checkable
 import numpy as np
 import torch
 
+from triptych.accel.companions import Companions
 from triptych.ids import Role
 from triptych.pipeline.frames import FrameStream
 from triptych.wire.schema import RequestSchema
@@ -113,6 +114,11 @@ class Together(Protocol):
     @property
     def joins(self) -> bool:
         """Whether it was asked to."""
+        ...
+
+    def companions(self, runs: Sequence[StageRun], turn: int) -> Companions:
+        """Which of ``runs``, all its own and of one role, the oldest first, are to advance when it is the turn of the
+        one at ``turn``, and which others have to wait for that."""
         ...
 
     def advance_together(self, runs: Sequence[StageRun]) -> list[StageResult | Exception | None]:

@@ -20,11 +20,14 @@ import torch
 from greenlet import getcurrent, greenlet
 
 from triptych.accel.batching import Call
+from triptych.accel.guiders import changes_model
 from triptych.accel.step_cache import FIELD, StepMemory
 from triptych.errors import StageError
 from triptych.pipeline.checkpoint import Baseline, Frozen, Saved, Unsaved
 from triptych.pipeline.cut import walk
+from triptych.pipeline.families import ExactTimestep
 from triptych.pipeline.names import STAGE_STEPS
+from triptych.pipeline.randomness import GlobalRandomness
 from triptych.pipeline.suspended import answered, suspendable
 
 log = logging.getLogger(__name__)
@@ -44,6 +47,11 @@ class StepClock:
         if anew or self.memory.wanted:
             self.memory.enter(state)
 
+    def end(self) -> None:
+        """The step that is being computed breaks off. Other runs say what they need when they go on."""
+        self.timestep = None
+        self.memory.leave()
+
 
 class SteppedBlock:
     """One run of a block: `advance` computes one step of its loop, `cancel` unwinds it.
@@ -52,10 +60,12 @@ class SteppedBlock:
     greenlet that switches inside ``no_grad`` would otherwise leave it to the others.
     """
 
-    def __init__(self, pipeline: Any, block: Any, state: Any, clock: StepClock) -> None:
+    def __init__(self, pipeline: Any, block: Any, state: Any, clock: StepClock, randomness: GlobalRandomness) -> None:
         self.step = 0
         self.steps = 0
         self._clock = clock
+        self._randomness = randomness
+        """What schedulers draw from that are given no generator."""
         self._begun = 0
         self._baseline: Baseline | None = None
         self._here: tuple[Any, Any] | None = None
@@ -95,7 +105,8 @@ class SteppedBlock:
             raise StageError("the denoiser run is over")
         run.parent = getcurrent()
         try:
-            outcome = into(run)
+            with self._randomness.installed():
+                outcome = into(run)
         finally:
             if run.dead:
                 self._let_go()
@@ -143,10 +154,21 @@ class SteppedBlock:
     def _let_go(self) -> None:
         """Drop all that the run held, at once rather than when Python next looks for cycles."""
         self.computes = None
+        if self._step is not None:  # it ended within a step
+            self._clock.end()
+            self._put_right()
         self._greenlet = self._here = self._baseline = self._saved = self._step = self._pipeline = self._state = None
         while self._wrapped:
             owner, name = self._wrapped.pop()
             delattr(owner, name)
+
+    def _put_right(self) -> None:
+        """Undo what the request's guiders may have done to the models for the branch that was computed."""
+        components = self._pipeline.components
+        for guider in filter(changes_model, components.values()):
+            for name, model in components.items():
+                if isinstance(model, torch.nn.Module) and name.startswith("transformer"):
+                    guider.cleanup_models(model)
 
     def _wrap(self, owner: Any, name: str, method: Any) -> None:
         """Let ``owner.name`` be another until the run is over."""
@@ -165,7 +187,7 @@ class SteppedBlock:
             if self._saved is not None:
                 if index < self._saved.step:
                     return components, block_state
-                self._saved.restore(components, block_state)
+                self._saved.restore(components, block_state, self._randomness)
                 self._saved = None
             elif index:
                 self._here = components, block_state
@@ -174,7 +196,7 @@ class SteppedBlock:
             self._begin_step(arguments.get("t"), block_state)
             result = compute(components, block_state, **arguments)
             self._step = None
-            self._clock.memory.values = None
+            self._clock.memory.leave()
             self.step += 1
             return result
 
@@ -205,7 +227,8 @@ class SteppedBlock:
         def set_state(*args: Any, timestep: Any, **more: Any) -> None:
             if self._begun:
                 self.step += 1
-                self._step = self._clock.memory.values = None
+                self._step = None
+                self._clock.memory.leave()
                 _to_caller()
             self._begun += 1
             self._begin_step(timestep, block_state)
@@ -220,7 +243,7 @@ class SteppedBlock:
             setattr(block_state, FIELD, {})
         if arguments.get("i") == 0:
             try:
-                self._baseline = Baseline(components, block_state)
+                self._baseline = Baseline(components, block_state, self._randomness)
             except Unsaved as error:
                 log.warning("no checkpoints: %s", error)
         if self._saved is not None and (self._baseline is None or self.steps != self._saved.steps):
@@ -234,12 +257,15 @@ def loops(block: Any) -> list[Any]:
     return [part for part in walk(block) if isinstance(part, LoopSequentialPipelineBlocks)]
 
 
-def exact_timestep(transformer: torch.nn.Module, clock: StepClock) -> None:
-    """Give ``transformer`` the scheduler's own timestep instead of one rounded to the weights' dtype."""
+def exact_timestep(transformer: torch.nn.Module, clock: StepClock, told: ExactTimestep) -> None:
+    """Give ``transformer`` the scheduler's own timestep, for each sample, instead of one rounded to the weights'
+    dtype."""
 
     def restore(_: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        if clock.timestep is not None and "timestep" in kwargs:
-            kwargs = {**kwargs, "timestep": clock.timestep.expand(kwargs["timestep"].shape)}
+        rounded = kwargs.get(told.argument)
+        if clock.timestep is not None and rounded is not None and rounded.ndim == 1:
+            exact = (1000 - clock.timestep) / 1000 if told.done else clock.timestep
+            kwargs = {**kwargs, told.argument: exact.expand(rounded.shape)}
         return args, kwargs
 
     transformer.register_forward_pre_hook(restore, with_kwargs=True)

@@ -11,6 +11,7 @@ from triptych.accel.batching import Call, ForwardBatcher
 from triptych.errors import StageError
 from triptych.ids import Role
 from triptych.pipeline.guard import guarded
+from triptych.pipeline.randomness import GlobalRandomness
 from triptych.pipeline.suspended import answered, suspendable
 
 Outcome: TypeAlias = Any
@@ -32,8 +33,10 @@ class Parkable(Protocol):
 class Once:
     """A computation without steps of its own as a `Parkable`."""
 
-    def __init__(self, compute: Callable[[], Any]) -> None:
+    def __init__(self, compute: Callable[[], Any], randomness: GlobalRandomness) -> None:
+        """``randomness`` is in force wherever it computes, which ``compute`` does not see to by itself."""
         self._greenlet = suspendable(compute)
+        self._randomness = randomness
 
     def advance(self) -> Any:
         """Compute up to the first call, or to the end."""
@@ -47,11 +50,18 @@ class Once:
         if self._greenlet.dead:
             raise StageError("the run is over")
         self._greenlet.parent = getcurrent()
-        return into(self._greenlet)
+        with self._randomness.installed():
+            return into(self._greenlet)
 
 
-def advance_together(role: Role, runs: Sequence[Parkable], batcher: ForwardBatcher) -> list[Outcome]:
-    """Advance every run of a ``role`` by one step; the outcomes are in the order of ``runs``."""
+def advance_together(
+    role: Role,
+    runs: Sequence[Parkable],
+    batcher: ForwardBatcher,
+    called: Callable[[int, Call], object] = lambda number, call: None,
+) -> list[Outcome]:
+    """Advance every run of a ``role`` by one step; the outcomes are in the order of ``runs``. Each call that a run
+    comes to is shown to ``called``, with the run's number."""
     outcomes: list[Outcome] = [None] * len(runs)
     parked: dict[int, Call] = {}
 
@@ -59,6 +69,7 @@ def advance_together(role: Role, runs: Sequence[Parkable], batcher: ForwardBatch
         outcome = _outcome(role, advance)
         if isinstance(outcome, Call):
             parked[index] = outcome
+            called(index, outcome)
         else:
             outcomes[index] = outcome
 

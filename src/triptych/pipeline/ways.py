@@ -31,9 +31,13 @@ def modular_ways(parts: Cut) -> tuple[Way, ...]:
 
 
 def replay_ways(kind: type[Any], anatomy: Anatomy) -> tuple[Way, ...]:
-    """Of a classic pipeline class that is replayed: its guidance is one batch, and its encoder is on one GPU."""
+    """Of a classic pipeline class that is replayed: its guidance is one batch, and its encoder is on one GPU.
+
+    Keys that are kept from step to step are not exchanged in Diffusers, whatever the transformer's plan.
+    """
     types: dict[str, Iterable[Any]] = kind._get_signature_types()
-    denoisers = _of_denoisers(one for name in anatomy.denoisers for one in types.get(name, ()))
+    shared = () if anatomy.keeps_keys else anatomy.denoisers
+    denoisers = _of_denoisers(one for name in shared for one in types.get(name, ()))
     return (*denoisers, *_of_decoders(one for several in types.values() for one in several))
 
 

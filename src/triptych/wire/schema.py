@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 from pathlib import PurePath
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 import msgspec
 
@@ -21,6 +21,22 @@ class LaunchOption(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     """As it is said: ``--lora``."""
     roles: tuple[Role, ...]
     """Those that take part, of which all instances need it. Others may be without."""
+
+
+class Beside(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """A bound that holds only beside another parameter."""
+
+    param: str
+    minimum: float
+
+
+class Objection(NamedTuple):
+    """What is wrong with values that are each legal alone."""
+
+    field: str
+    """The parameter, or ``size``."""
+    message: str
+    """Names the field, its value and what is accepted."""
 
 
 class Param(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -45,6 +61,8 @@ class Param(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
     """The parameter without which this one is of no use."""
     unless: str = ""
     """The parameter beside which this one has no default."""
+    beside: tuple[Beside, ...] = ()
+    """Greater minima, each beside another parameter that is given."""
     off: float | None = None
     """Of a scale of classifier-free guidance: the value at which there is none."""
     description: str = ""
@@ -131,8 +149,39 @@ class RequestSchema(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
             self, params=tuple(msgspec.structs.replace(param, default=None, unless="") for param in self.params)
         )
 
-    def too_large(self, params: Mapping[str, Any]) -> str | None:
-        """What is wrong with the size that complete ``params`` ask for; None when nothing is."""
+    def objection(self, params: Mapping[str, Any]) -> Objection | None:
+        """The first thing wrong with complete ``params`` that are each legal alone; None when nothing is.
+
+        Every rule between parameters stands here, so that the door refuses what the pipeline's own blocks would fail
+        of. A parameter that is None counts as not given.
+        """
+        if (excess := self._too_large(params)) is not None:
+            return Objection("size", f"size: {excess}")
+        for param in self.params:
+            value = params.get(param.name)
+            if value is None:
+                continue
+            if param.needs and params.get(param.needs) is None:
+                return Objection(param.name, f"{param.name}: is of no use without {param.needs}")
+            for bound in param.beside:
+                if params.get(bound.param) is not None and value < bound.minimum:
+                    return Objection(
+                        param.name, f"{param.name}={value}: must be at least {bound.minimum:g} beside {bound.param}"
+                    )
+        return self._no_step(params)
+
+    @staticmethod
+    def _no_step(params: Mapping[str, Any]) -> Objection | None:
+        """Pipelines compute ``strength`` of the steps, and cannot do with none."""
+        strength, steps = params.get("strength"), params.get("num_inference_steps")
+        if strength is None or steps is None or int(steps * strength) >= 1:
+            return None
+        return Objection(
+            "strength",
+            f"strength={strength}: must be at least {1 / steps:g} at {steps} steps, so that one step is computed",
+        )
+
+    def _too_large(self, params: Mapping[str, Any]) -> str | None:
         if self.max_pixels is None or not {"height", "width"} <= params.keys():
             return None
         height, width, frames = (int(params.get(name) or 1) for name in ("height", "width", "num_frames"))
