@@ -217,7 +217,7 @@ class House:
     async def _serve(self) -> None:
         doors = [listen("127.0.0.1", port, "--port") for port in self.config.http_ports]
         service = self.service = DiffusionService(self.config)
-        app = create_app(service, self.config)
+        app = create_app(service, self.config, stopping=lambda: self._server is not None and self._server.should_exit)
         self._server = uvicorn.Server(http_settings(app, self.config.forwarded_allow_ips))
         await service.start()
         self._up.set()

@@ -13,7 +13,7 @@ from typing import Any
 def dial(port: int, path: str, body: dict[str, Any], *, key: str | None = None) -> socket.socket:
     """A client that has sent its request, and hangs up when it is closed. ``key``: its Idempotency-Key."""
     content = json.dumps(body)
-    head = f"POST {path} HTTP/1.1\r\nhost: x\r\ncontent-type: application/json\r\ncontent-length: {len(content)}\r\n"
+    head = f"POST {path} HTTP/1.1\r\nhost: [::]\r\ncontent-type: application/json\r\ncontent-length: {len(content)}\r\n"
     wire = socket.create_connection(("127.0.0.1", port))
     if key is not None:
         head += f"idempotency-key: {key}\r\n"

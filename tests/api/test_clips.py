@@ -10,9 +10,10 @@ import pytest
 from PIL import Image
 
 from triptych.api.body import Body
-from triptych.api.clips import clean_clip
+from triptych.api.clips import check_clip
 from triptych.api.orders import read_order
 from triptych.errors import BadRequest
+from triptych.wire.clips import clip_format
 from triptych.wire.schema import Param, RequestSchema
 
 
@@ -50,13 +51,26 @@ SCHEMA = RequestSchema(
 
 
 @pytest.mark.parametrize(("kind", "codec"), [("mp4", "libx264"), ("webm", "libvpx-vp9"), ("matroska", "ffv1")])
-def test_a_clip_passes_unchanged(kind: str, codec: str) -> None:
+def test_a_clip_passes(kind: str, codec: str) -> None:
     data = film(kind, codec)
-    assert clean_clip("video", data) is data
+    found = clip_format(data)
+    assert found is not None
+    check_clip("video", data, found)
 
 
-def test_a_still_picture_stands_for_a_clip() -> None:
-    assert clean_clip("mask", still())
+@pytest.mark.parametrize(
+    "data",
+    [
+        b"\x1a\x45\xdf\xa3 and no more",
+        b"\0\0\0\x18ftypmp42\0\0\0\0mp42isom",
+    ],
+)
+def test_a_clip_that_is_no_more_than_its_first_bytes_is_refused_by_name(data: bytes) -> None:
+    kind = clip_format(data)
+    assert kind is not None
+    with pytest.raises(BadRequest, match="video: the file is not a readable") as caught:
+        check_clip("video", data, kind)
+    assert caught.value.field == "video"
 
 
 @pytest.mark.parametrize(
@@ -64,16 +78,12 @@ def test_a_still_picture_stands_for_a_clip() -> None:
     [
         b"#EXTM3U\n#EXTINF:1,\nfile:///etc/passwd\n",
         b"ffconcat version 1.0\nfile /etc/passwd\n",
-        b"\x1a\x45\xdf\xa3 and no more",
-        b"\0\0\0\x18ftypmp42\0\0\0\0mp42isom",
         b"RIFF\0\0\0\0AVI LIST",
         b"",
     ],
 )
-def test_what_is_no_clip_is_refused_by_name(data: bytes) -> None:
-    with pytest.raises(BadRequest, match="video: the file is not a readable") as caught:
-        clean_clip("video", data)
-    assert caught.value.field == "video"
+def test_formats_that_name_other_files_are_no_clips(data: bytes) -> None:
+    assert clip_format(data) is None
 
 
 def test_an_order_refers_to_its_files_by_number() -> None:
@@ -109,4 +119,4 @@ def test_a_clip_in_a_codec_that_nobody_knows_is_refused() -> None:
     """Symptom: such a clip was answered with 500."""
     data = film("mp4", "libx264").replace(b"avc1", b"zzz1").replace(b"avcC", b"zzzC")
     with pytest.raises(BadRequest, match="a codec that cannot be read here"):
-        clean_clip("video", data)
+        check_clip("video", data, "mp4")

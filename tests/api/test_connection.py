@@ -57,7 +57,7 @@ def lines(house: Any) -> list[connection.Connection]:
 def test_a_head_that_comes_byte_by_byte_is_given_up(archive: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(connection, "HEAD_SECONDS", 0.5)
     with dial(archive) as wire:
-        wire.sendall(b"GET /health HTTP/1.1\r\nhost: x\r\nx-slow: ")
+        wire.sendall(b"GET /health HTTP/1.1\r\nhost: localhost\r\nx-slow: ")
         assert dribble(wire, b"a").startswith(b"HTTP/1.1 408 ")
 
 
@@ -80,7 +80,7 @@ def test_a_body_that_goes_on_after_its_answer_ends_the_connection(
 ) -> None:
     monkeypatch.setattr(connection, "HEAD_SECONDS", 0.5)
     with dial(archive) as wire:
-        wire.sendall(b"POST /v1/videos HTTP/1.1\r\nhost: x\r\ncontent-length: 99999999999\r\n\r\n")
+        wire.sendall(b"POST /v1/videos HTTP/1.1\r\nhost: localhost\r\ncontent-length: 99999999999\r\n\r\n")
         assert dribble(wire, b"a").startswith(b"HTTP/1.1 413 ")
 
 
@@ -111,7 +111,7 @@ def test_who_does_not_read_a_download_is_cut_off_and_costs_no_memory(
     until(lambda: not lines(archive))
     monkeypatch.setattr(connection, "READ_SECONDS", 3.0)  # enough to look at what waits
     with dial(archive, room=4096) as wire:
-        wire.sendall(f"GET /v1/videos/{job}/content HTTP/1.1\r\nhost: x\r\n\r\n".encode())
+        wire.sendall(f"GET /v1/videos/{job}/content HTTP/1.1\r\nhost: localhost\r\n\r\n".encode())
         until(lambda: lines(archive))
         (line,) = lines(archive)
         until(line.transport.get_write_buffer_size)
@@ -131,7 +131,7 @@ def test_who_reads_slowly_gets_everything(archive: Any, monkeypatch: pytest.Monk
         job = http.post("/v1/videos", json={"prompt": "a cat"}).json()["id"]
         until(lambda: http.get(f"/v1/videos/{job}").json()["status"] == "completed")
     with dial(archive, room=65536) as wire:
-        wire.sendall(f"GET /v1/videos/{job}/content HTTP/1.1\r\nhost: x\r\nconnection: close\r\n\r\n".encode())
+        wire.sendall(f"GET /v1/videos/{job}/content HTTP/1.1\r\nhost: localhost\r\nconnection: close\r\n\r\n".encode())
         got = bytearray()
         while part := wire.recv(1 << 20):
             got += part
@@ -142,9 +142,8 @@ def test_who_reads_slowly_gets_everything(archive: Any, monkeypatch: pytest.Monk
 def test_a_request_that_comes_in_one_read_has_no_endless_head(archive: Any) -> None:
     """Symptom: a body of more than 64 KiB that came together with its head was refused as a head of that length."""
     body = b'{"prompt": "a cat", "no_such_field": "' + b"a" * (100 << 10) + b'"}'
-    head = (
-        f"POST /v1/videos HTTP/1.1\r\nhost: x\r\ncontent-type: application/json\r\ncontent-length: {len(body)}\r\n\r\n"
-    )
+    kind = "content-type: application/json\r\n"
+    head = f"POST /v1/videos HTTP/1.1\r\nhost: localhost\r\n{kind}content-length: {len(body)}\r\n\r\n"
     for _ in range(20):  # how many reads it takes is the kernel's business
         with dial(archive) as wire:
             wire.sendall(head.encode() + body)
@@ -198,7 +197,7 @@ def test_who_reads_a_large_answer_slowly_gets_all_of_it_and_who_stops_does_not(
         wire.settimeout(60)
         wire.connect(("127.0.0.1", port))
         for steadily in (True, False):
-            wire.sendall(b"GET / HTTP/1.1\r\nhost: x\r\n\r\n")
+            wire.sendall(b"GET / HTTP/1.1\r\nhost: localhost\r\n\r\n")
             got = 0
             with contextlib.suppress(ConnectionResetError):
                 while got < len(LARGE) and (part := wire.recv(256 << 10)):

@@ -180,7 +180,7 @@ def test_a_reader_that_does_not_read_misses_states_and_holds_no_memory(http: htt
     with socket.socket() as wire:
         wire.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 2048)
         wire.connect(("127.0.0.1", house.config.port))
-        wire.sendall(f"GET /v1/videos/{job}/events HTTP/1.1\r\nhost: x\r\n\r\n".encode())
+        wire.sendall(f"GET /v1/videos/{job}/events HTTP/1.1\r\nhost: localhost\r\n\r\n".encode())
         wire.recv(16)
         before = threading.active_count()
         for step in range(20_000):

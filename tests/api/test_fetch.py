@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import ipaddress
+import socket
 import threading
 import time
 from collections.abc import Iterator
@@ -100,11 +101,11 @@ def pointed(monkeypatch: pytest.MonkeyPatch, names: dict[str, list[str]]) -> lis
     """Have names point at addresses; returns what is asked for."""
     asked: list[str] = []
 
-    async def getaddrinfo(self: Any, host: str, port: int, **_: Any) -> list[Any]:
+    def getaddrinfo(host: str, port: int | None, *_: Any, **__: Any) -> list[Any]:
         asked.append(host)
         return [(2, 1, 6, "", (address, port)) for address in names.get(host, [host])]
 
-    monkeypatch.setattr(asyncio.BaseEventLoop, "getaddrinfo", getaddrinfo)
+    monkeypatch.setattr(socket, "getaddrinfo", getaddrinfo)
     return asked
 
 
@@ -201,6 +202,11 @@ def test_a_url_that_is_none_is_refused(url: str) -> None:
         ("2002:7f00:1::", False),
         ("2001:0:1::1", False),
         ("255.255.255.255", False),
+        ("fec0::1", False),
+        ("3fff::1", False),
+        ("168.63.129.16", False),
+        ("64:ff9b::a83f:8110", False),  # the same behind NAT64
+        ("192.0.0.192", False),
         ("::", False),
         ("ff02::1", False),
     ],

@@ -12,7 +12,7 @@ import pytest
 from tests.api.slow import dribble
 from triptych.api import gate
 
-HEAD = b"POST /v1/videos HTTP/1.1\r\nhost: x\r\ncontent-type: application/json\r\ncontent-length: 100\r\n\r\n"
+HEAD = b"POST /v1/videos HTTP/1.1\r\nhost: localhost\r\ncontent-type: application/json\r\ncontent-length: 100\r\n\r\n"
 
 
 def test_a_body_that_stalls_is_given_up(house: Any, monkeypatch: pytest.MonkeyPatch) -> None:

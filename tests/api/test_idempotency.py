@@ -68,6 +68,22 @@ def test_several_images_under_one_key_are_several_jobs(http: httpx.Client) -> No
         assert first == second
 
 
+@pytest.mark.parametrize(
+    ("one", "other"), [("order", "order 1"), ("aa" + "x" * 253, "bb" + "x" * 253)], ids=["suffix", "long"]
+)
+def test_keys_of_several_images_are_not_those_of_others(single_house: House, one: str, other: str) -> None:
+    """Symptom: a client got the second image of another one, or a 409 for a key that it had never used."""
+    body = {"prompt": "a tree", "n": 2, "response_format": "url", "seed": 3}
+    with httpx.Client(base_url=single_house.url, trust_env=False, timeout=60) as http:
+        first, second = (
+            post(http, key, "/v1/images/generations", json=body | {"seed": seed})
+            for key, seed in ((one, 3), (other, 40))
+        )
+        assert (first.status_code, second.status_code) == (200, 200), second.text
+        mine, theirs = ({image["url"] for image in answer.json()["data"]} for answer in (first, second))
+        assert not mine & theirs
+
+
 SYNC = [pytest.param("/v1/images/generations", id="images"), pytest.param("/v1/tasks/image/sync", id="task")]
 
 

@@ -102,6 +102,50 @@ def test_a_request_that_would_wait_beyond_its_own_queue_timeout_is_not_taken_in(
     house.held.clear()
 
 
+def pause(house: Any, answer: httpx.Response, verb: str = "pause") -> httpx.Response:
+    headers = {"authorization": f"Bearer {KEY}"}
+    return asking.post(f"{house.url}/v1/videos/{answer.json()['id']}/{verb}", headers=headers)
+
+
+@pytest.mark.parametrize("limit", [{"max_concurrency_per_key": 2}, {"max_live_requests": 2}], ids=str)
+def test_paused_requests_hold_no_place_and_have_as_many_of_their_own(make_house: Any, limit: dict[str, int]) -> None:
+    """Symptom: two paused jobs of a key kept it from everything for ever, a thousand kept everybody."""
+    (setting,) = ("--" + name.replace("_", "-") for name in limit)
+    with make_house(api_keys=(DIGEST,), **limit) as house:
+        paused = [post(house, "slow") for _ in range(2)]
+        assert post(house, "slow").status_code == 429
+        assert [pause(house, answer).status_code for answer in paused] == [200, 200]
+        status = asking.get(f"{house.url}/v1/service/status", headers={"authorization": f"Bearer {KEY}"}).json()
+        assert (status["service_status"], status["pending_tasks"]) == ("idle", 2)
+        live = [post(house, "slow") for _ in range(2)]
+        assert [answer.status_code for answer in live] == [200, 200]
+        assert pause(house, paused[0]).status_code == 200, "it is paused already"
+        refused = pause(house, live[0])
+        assert refused.status_code == 429
+        assert setting in refused.json()["error"]["message"]
+        assert pause(house, paused[0], "resume").status_code == 429
+        headers = {"authorization": f"Bearer {KEY}"}
+        asking.delete(f"{house.url}/v1/videos/{live[0].json()['id']}", headers=headers)
+        assert pause(house, paused[0], "resume").status_code == 200
+        assert pause(house, live[1]).status_code == 200
+        house.held.clear()
+
+
+def test_paused_requests_do_not_wait_in_the_queue(queue_of_two: Any) -> None:
+    house = queue_of_two
+    running = [post(house, "slow") for _ in range(4)]
+    until(lambda: len(house.held) == 4)
+    waiting = [post(house, "slow") for _ in range(2)]
+    until(lambda: house.service.info()["roles"]["denoiser"]["queue_depth"] == 2)
+    assert post(house, "slow").status_code == 429
+    assert pause(house, waiting[0]).status_code == 200
+    waiting.append(post(house, "slow"))
+    for answer in (*running, *waiting):
+        assert answer.status_code == 200
+        asking.delete(f"{house.url}/v1/videos/{answer.json()['id']}")
+    house.held.clear()
+
+
 def test_a_key_that_asks_too_often_is_told_when_it_may_again(make_house: Any) -> None:
     with make_house(api_keys=(DIGEST,), max_rate_per_key=2) as house:
         assert [post(house, "a cat").status_code for _ in range(2)] == [200, 200]

@@ -156,7 +156,7 @@ def test_form_values_are_read_as_what_the_model_declares(http: httpx.Client) -> 
 
 def test_a_client_that_hangs_up_stops_the_image(http: httpx.Client, house: Any) -> None:
     body = b'{"prompt": "slow image"}'
-    head = "POST /v1/images/generations HTTP/1.1\r\nhost: x\r\ncontent-type: application/json"
+    head = "POST /v1/images/generations HTTP/1.1\r\nhost: localhost\r\ncontent-type: application/json"
     with socket.create_connection(("127.0.0.1", house.config.port)) as wire:
         wire.sendall(f"{head}\r\ncontent-length: {len(body)}\r\n\r\n".encode() + body)
         until(lambda: any(lease.request.startswith("image_") for lease in list(house.held)))

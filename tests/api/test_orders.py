@@ -134,8 +134,8 @@ def test_a_model_that_goes_by_its_picture_anyway_is_told_no_size() -> None:
     params = tuple(msgspec.structs.replace(p, default=None, nullable=True) if p in SIZE else p for p in PAIR.params)
     schema = msgspec.structs.replace(PAIR, params=params)
     body = Body(fields={"prompt": "a"}, uploads={"image": [FIRST]})
-    assert "height" not in read_order(schema, body, "video", adaptive=True).params
-    assert read_order(PAIR, body, "video", adaptive=True).params["height"] == 80
+    assert "height" not in read_order(schema, body, "video", sizes={"image": [(8, 8)]}).params
+    assert read_order(PAIR, body, "video", sizes={"image": [(8, 8)]}).params["height"] == 80
 
 
 def test_the_task_api_has_its_own_names_for_pictures() -> None:

@@ -23,11 +23,11 @@ def test_only_a_proxy_that_was_named_is_believed(
     make_house: Any, monkeypatch: pytest.MonkeyPatch, said: str | None, scheme: str
 ) -> None:
     monkeypatch.delenv("FORWARDED_ALLOW_IPS", raising=False)
-    with make_house(forwarded_allow_ips=said) as house:
+    with make_house(forwarded_allow_ips=said, allowed_hosts=("pictures.example",)) as house:
         assert told(house).startswith(f"{scheme}://pictures.example/v1/files/image_")
 
 
 def test_the_variable_that_uvicorn_knows_counts_too(make_house: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("FORWARDED_ALLOW_IPS", "127.0.0.0/8")
-    with make_house() as house:
+    with make_house(allowed_hosts=("pictures.example",)) as house:
         assert told(house).startswith("https://")

@@ -18,7 +18,7 @@ from tests import asking
 from triptych.api.body import Body
 from triptych.api.references import References
 from triptych.config import ServerConfig
-from triptych.errors import BadRequest
+from triptych.errors import BadRequest, ConfigError
 from triptych.wire.schema import Param
 
 
@@ -141,6 +141,12 @@ async def resolve(value: Any, *, paths: bool = False, **options: Any) -> list[by
     body = await References(ServerConfig(**options)).resolve(Body(fields={"image": value}), ["image"], paths=paths)
     assert body.fields == {}
     return body.uploads["image"]
+
+
+def test_a_root_that_is_not_there_is_an_error_at_the_start(tmp_path: Path) -> None:
+    """Symptom: every path in a request was said not to exist."""
+    with pytest.raises(ConfigError, match=r"--input-root .*nowhere: there is no such folder"):
+        References(ServerConfig(input_root=tmp_path / "nowhere"))
 
 
 async def test_a_path_is_read_under_the_root_only(tmp_path: Path) -> None:

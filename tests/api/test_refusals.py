@@ -73,7 +73,7 @@ class Door:
         self.service = Watchful(config, schema)
         self.app = create_app(self.service, config)
         self.http = httpx.AsyncClient(
-            transport=httpx.ASGITransport(self.app, raise_app_exceptions=False), base_url="http://door"
+            transport=httpx.ASGITransport(self.app, raise_app_exceptions=False), base_url="http://localhost"
         )
 
     async def refuses(
@@ -115,6 +115,8 @@ BAD_FIELDS: list[tuple[dict[str, Any], str, list[str]]] = [
     ({"size": "big"}, "size", ["'big'", "WIDTHxHEIGHT"]),
     ({"size": 128}, "size", ["128", "WIDTHxHEIGHT"]),
     ({"size": "128"}, "size", ["WIDTHxHEIGHT"]),
+    ({"size": "１６x16"}, "size", ["WIDTHxHEIGHT"]),
+    ({"seconds": "٢"}, "seconds", ["a number"]),
     ({"size": "128x"}, "size", ["WIDTHxHEIGHT"]),
     ({"size": "-128x128"}, "size", ["WIDTHxHEIGHT"]),
     ({"size": "0x128"}, "size", ["width=0", "16 to 256"]),
@@ -235,6 +237,14 @@ async def test_a_malformed_body_is_refused(door: Door, content: bytes, param: st
 async def test_another_content_type_is_refused(door: Door, kind: str) -> None:
     response = await door.http.post("/v1/videos", content=b'{"prompt": "a"}', headers={"content-type": kind})
     await door.refuses(response, 415, "Content-Type", ["application/json or multipart/form-data"])
+
+
+@pytest.mark.parametrize("coding", ["gzip", "br", "identity, gzip"])
+async def test_a_body_that_is_said_to_be_compressed_is_refused(door: Door, coding: str) -> None:
+    """Symptom: it was said not to be UTF-8, and taken as it is when it was plain after all."""
+    headers = {"content-type": "application/json", "content-encoding": coding}
+    response = await door.http.post("/v1/videos", content=b'{"prompt": "a"}', headers=headers)
+    await door.refuses(response, 415, "Content-Encoding", [coding])
 
 
 @pytest.mark.parametrize("path", ["/v1/videos", "/v1/images/generations", "/v1/tasks/video/", "/v1/tasks/image/"])

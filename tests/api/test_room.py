@@ -65,7 +65,8 @@ def test_pictures_of_waiting_jobs_have_a_bound_and_make_room_when_the_jobs_end(n
 
 
 def test_bodies_that_are_still_coming_count_and_are_forgotten_with_their_connection(narrow: Any) -> None:
-    head = f"POST /v1/videos HTTP/1.1\r\nhost: x\r\ncontent-type: application/json\r\ncontent-length: {BODY}\r\n\r\n"
+    kind = "content-type: application/json\r\n"
+    head = f"POST /v1/videos HTTP/1.1\r\nhost: localhost\r\n{kind}content-length: {BODY}\r\n\r\n"
     wires = [socket.create_connection(("127.0.0.1", narrow.config.port), timeout=60) for _ in range(3)]
     for wire in wires:
         wire.sendall(head.encode() + b" " * (BODY - 1))

@@ -224,6 +224,17 @@ def test_a_task_can_be_stopped_once(http: httpx.Client, house: Any) -> None:
     house.held.clear()
 
 
+@pytest.mark.parametrize("what", ["status", "result", "files", "events"])
+def test_a_path_may_end_in_a_slash(http: httpx.Client, what: str) -> None:
+    """Symptom: only some of the paths took one, the others were 404."""
+    task = http.post("/v1/tasks/image", json={"prompt": "a tree"}).json()["task_id"]
+    assert ended(http, task)["status"] == "completed"
+    plain, slashed = (http.get(f"/v1/tasks/{task}/{what}{end}") for end in ("", "/"))
+    assert (plain.status_code, slashed.status_code) == (200, 200)
+    assert slashed.content == plain.content
+    assert http.delete(f"/v1/tasks/{task}/").json()["stop_status"] == "do_nothing"
+
+
 def test_a_client_may_name_its_task(http: httpx.Client) -> None:
     created = http.post("/v1/tasks/video/", json={"prompt": "a cat", "task_id": "my-task.1"}).json()
     assert created["task_id"] == "my-task.1"

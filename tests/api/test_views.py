@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
-from triptych.api.views import progress_of
+import pytest
+
+from triptych.api.views import progress_of, step_of
 from triptych.core.events import JobState, JobView
 from triptych.ids import RequestId
+from triptych.server.records import JobRecord
 
 
-def view(state: JobState, step: int, steps: int) -> JobView:
+def view(state: JobState, step: int, steps: int, ended_in: JobState | None = None) -> JobView:
     return JobView(
         request=RequestId("video_1"),
         state=state,
@@ -19,6 +22,7 @@ def view(state: JobState, step: int, steps: int) -> JobView:
         running_seconds=0.0,
         error=None,
         timings=(),
+        ended_in=ended_in,
     )
 
 
@@ -38,6 +42,26 @@ def test_progress_does_not_go_back_while_a_job_waits_between_two_steps() -> None
     told = [progress_of(one) for one in life]
     assert told == sorted(told)
     assert told[3:6] == [26, 26, 26]
+
+
+@pytest.mark.parametrize("end", [JobState.FAILED, JobState.TIMED_OUT, JobState.CANCELLED])
+def test_progress_stays_where_a_job_ended_early(end: JobState) -> None:
+    """Symptom: a job at 92 % whose file could not be stored failed at 5 %, with no step done."""
+    assert progress_of(view(end, 0, 0, JobState.ENCODER_RUNNING)) == 1
+    assert progress_of(view(end, 10, 40, JobState.DENOISING_RUNNING)) == 26
+    assert progress_of(view(end, 0, 0, JobState.DECODER_RUNNING)) == 92
+    record = JobRecord(
+        id=RequestId("video_1"),
+        output="video",
+        params={"num_inference_steps": 40},
+        metadata={},
+        view=view(end, 0, 0, JobState.DECODER_RUNNING),
+        files=(),
+        created_at=0.0,
+        started_at=0.0,
+        completed_at=1.0,
+    )
+    assert step_of(record) == (40, 40)
 
 
 def test_progress_goes_back_with_what_is_lost() -> None:

@@ -31,5 +31,5 @@ class Deletions:
 async def test_no_job_of_an_order_can_be_joined_once_one_of_them_is_being_deleted() -> None:
     """Or the same order, sent again meanwhile, would wait for a picture that is about to go."""
     service: Any = Deletions()
-    await Waiting(service).forget(RequestId("a"), RequestId("gone"), RequestId("b"))
+    await Waiting(service, lambda: False).forget(RequestId("a"), RequestId("gone"), RequestId("b"))
     assert service.asked == ["free a", "free b", "delete a", "delete b"]

@@ -69,6 +69,7 @@ SERVE_OPTIONS = {
     "--media-store": None,
     "--state-dir": None,
     "--forwarded-allow-ips": None,
+    "--allowed-hosts": None,
     "--max-live-requests": 1000,
     "--max-upload-memory": 2 << 30,
     "--max-queue": None,
@@ -124,7 +125,7 @@ COMMAND_ARGUMENTS: dict[str, dict[str, Any]] = {
     "models": {"model": None, "--revision": None},
     "keygen": {"folder": None},
     "bench": {"what": None, "arguments": None},
-    "synth": {"size": None, "--out": None, "--device": "cpu", "--dtype": "bfloat16"},
+    "synth": {"size": None, "--out": None, "--device": None, "--dtype": "bfloat16"},
     "demo": {"--output": "outputs/demo.mp4", "--prompt": None},
 }
 

@@ -24,6 +24,7 @@ from triptych.client import (
     RequestRefused,
     ServerUnreachable,
 )
+from triptych.errors import ConfigError
 from triptych.launch.ports import free_ports
 from triptych.wire.schema import Param
 
@@ -146,8 +147,17 @@ def test_a_server_that_is_not_there_is_named() -> None:
 
 
 def test_a_server_of_another_kind_is_named(house: Any) -> None:
-    with Client(f"{house.url}/v1/") as client, pytest.raises(RequestRefused, match="there is nothing here"):
-        client.server_info()
+    with Client(f"{house.url}/v1/") as client:
+        for call in (client.server_info, client.readiness, client.models, lambda: client.create("a cat")):
+            with pytest.raises(RequestRefused, match=r"there is nothing here; .* is given without /v1"):
+                call()
+
+
+@pytest.mark.parametrize("address", ["localhost:30000", "127.0.0.1:30000", "//host", "ftp://host"])
+def test_an_address_without_its_protocol_is_told_so(address: str) -> None:
+    for kind in (Client, AsyncClient):
+        with pytest.raises(ConfigError, match="must begin with http://"):
+            kind(address)
 
 
 def test_a_silent_server_costs_no_more_than_the_deadline() -> None:

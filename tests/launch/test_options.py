@@ -138,6 +138,16 @@ def test_the_help_names_every_attention_backend() -> None:
     assert {"auto", *EXACT, *LOSSY} <= set(said)
 
 
+def test_hosts_are_named_without_ports() -> None:
+    args = ServerArgs.from_kwargs(allowed_hosts="Pictures.example, gpu1")
+    assert args.server_config().allowed_hosts == ("pictures.example", "gpu1")
+    assert ServerArgs.from_kwargs(allowed_hosts=["*"]).server_config().allowed_hosts == ("*",)
+    assert ServerArgs.from_kwargs().server_config().allowed_hosts == ()
+    for wrong in ("pictures.example:443", "https://pictures.example", "a,,b", "*,a", "*.example", "[::1]"):
+        with pytest.raises(ConfigError, match="--allowed-hosts"):
+            ServerArgs.from_kwargs(allowed_hosts=wrong)
+
+
 def test_proxies_are_named_by_address_or_network() -> None:
     config = ServerArgs.from_kwargs(forwarded_allow_ips="10.0.0.0/8, ::1").server_config()
     assert config.forwarded_allow_ips == "10.0.0.0/8,::1"

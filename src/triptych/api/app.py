@@ -19,13 +19,14 @@ from triptych.api.keys import KeyGuard
 from triptych.api.metrics_port import MetricsPorts
 from triptych.api.openapi import describe
 from triptych.api.operations import Operations
+from triptych.api.origins import OriginGuard
 from triptych.api.room import Room
 from triptych.api.task_book import TaskBook
 from triptych.api.task_service import TaskService
 from triptych.api.tasks import Tasks
 from triptych.api.timeouts import caps
 from triptych.api.videos import Videos
-from triptych.config import ServerConfig
+from triptych.config import LOOPBACK, ServerConfig
 from triptych.server.service import DiffusionService
 
 
@@ -48,6 +49,10 @@ def create_app(service: DiffusionService, config: ServerConfig, *, stopping: Cal
     )
     if config.api_keys:
         app.add_middleware(KeyGuard, digests=config.api_keys)
+    # Beyond loopback nobody can list the names by which others know this machine.
+    unnamed = not config.allowed_hosts and (bool(config.api_keys) or config.host not in LOOPBACK)
+    names = None if unnamed else (config.host, *config.allowed_hosts)
+    app.add_middleware(OriginGuard, names=names, pages=not config.api_keys)
     app.add_middleware(MetricsPorts, ports=frozenset(config.monitoring_ports))
     room = Room(config.max_upload_memory, lambda: service.upload_bytes)
     app.add_middleware(Gate, max_body=config.max_upload_bytes, room=room, metrics=HttpMetrics(service.registry))

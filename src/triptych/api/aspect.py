@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import io
 import math
 from collections.abc import Mapping
 
-from PIL import Image
-
+from triptych.api.pictures import Size
 from triptych.api.validation import nearest
 from triptych.errors import BadRequest
 from triptych.wire.schema import Param
@@ -27,13 +25,12 @@ def sides_of(params: Mapping[str, Param], wide: float) -> dict[str, int]:
     return {name: nearest(params[name], side) for name, side in _wished(params, wide).items()}
 
 
-def sides_of_picture(params: Mapping[str, Param], picture: bytes) -> dict[str, int]:
-    """Height and width in the shape of a picture that was checked; smaller where a side would be too long otherwise.
+def sides_of_picture(params: Mapping[str, Param], picture: Size) -> dict[str, int]:
+    """Height and width in the shape of a picture of that size; smaller where a side would be too long otherwise.
 
     Raises `BadRequest` where bounds of the model would bend that shape.
     """
-    with Image.open(io.BytesIO(picture)) as image:
-        width, height = image.size
+    width, height = picture
     wished = _wished(params, width / height)
     scale = min(1.0, *((params[name].maximum or side) / side for name, side in wished.items()))
     sides = {name: side * scale for name, side in wished.items()}

@@ -50,6 +50,9 @@ async def read_body(request: Request) -> Body:
 
 
 async def _read(request: Request) -> Body:
+    coding = request.headers.get("content-encoding", "identity")
+    if coding.strip().lower() != "identity":
+        raise WrongMediaType("Content-Encoding", f"Content-Encoding={coding[:80]!r}: bodies are taken as they are only")
     header = request.headers.get("content-type", "")
     kind = parse_options_header(header)[0]
     if kind == b"application/json":

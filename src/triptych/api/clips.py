@@ -9,17 +9,14 @@ import av
 from av.error import FFmpegError
 from av.video.codeccontext import VideoCodecContext
 
-from triptych.api.pictures import MAX_PIXELS, MAX_SIDE, clean_picture
+from triptych.api.pictures import MAX_PIXELS, MAX_SIDE
 from triptych.errors import BadRequest
-from triptych.wire.clips import clip_format
+from triptych.wire.clips import ClipFormat, clip_format
 
 
-def clean_clip(field: str, data: bytes) -> bytes:
-    """The clip in ``data``, or a still picture, which stands for a clip of equal frames. Raises `BadRequest` for
-    anything else. Only the file's head is read; its frames are decoded by the instance that works with them."""
-    kind = clip_format(data)
-    if kind is None:
-        return clean_picture(field, data)
+def check_clip(field: str, data: bytes, kind: ClipFormat) -> None:
+    """Raise `BadRequest` unless ``data`` is a clip. Only the file's head is read; its frames are decoded by the
+    instance that works with them."""
     try:
         with av.open(io.BytesIO(data), "r", format=kind) as container:
             # None, whatever PyAV's types say, for a codec that FFmpeg does not know.
@@ -31,11 +28,10 @@ def clean_clip(field: str, data: bytes) -> bytes:
         raise BadRequest(field, f"{field}: the file is not a readable MP4 or WebM clip") from error
     if not 0 < max(width, height) <= MAX_SIDE or width * height > MAX_PIXELS:
         raise BadRequest(field, f"{field}: the clip is {width}x{height}; at most {MAX_SIDE} pixels a side are accepted")
-    return data
 
 
 def clip_length(data: bytes) -> int | None:
-    """Frames of a clip that `clean_clip` has let through, where its head says so; None for a still picture too."""
+    """Frames of a clip that `check_clip` has let through, where its head says so; None for a still picture too."""
     kind = clip_format(data)
     if kind is None:
         return None

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import OrderedDict
 from collections.abc import Mapping
-from contextlib import suppress
+from contextlib import nullcontext, suppress
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -13,10 +13,20 @@ from anyio import to_thread
 from starlette.requests import Request
 
 from triptych.api.body import Body, refuse_repeated
+from triptych.api.darkroom import Darkroom
 from triptych.api.idempotency import key_of
 from triptych.api.keys import CALLER
 from triptych.api.limits import Limits
-from triptych.api.orders import Order, Output, accepted, check_handoff, picture_fields, picture_params, read_order
+from triptych.api.orders import (
+    Order,
+    Output,
+    accepted,
+    check_handoff,
+    clip_fields,
+    picture_fields,
+    picture_params,
+    read_order,
+)
 from triptych.api.ready import need_schema
 from triptych.api.references import References
 from triptych.api.room import share_of
@@ -27,6 +37,7 @@ from triptych.errors import BadRequest, StorageFailed
 from triptych.ids import RequestId
 from triptych.server.records import JobRecord
 from triptych.server.service import DiffusionService
+from triptych.wire.schema import RequestSchema
 
 PICTURE_BYTES = 64 * MIB
 """Memory for the pictures of past requests; the oldest go first."""
@@ -38,8 +49,9 @@ class Desk:
     def __init__(self, service: DiffusionService, config: ServerConfig) -> None:
         self._service = service
         self._config = config
-        self._limits = Limits(service, config)
+        self.limits = Limits(service, config)
         self._references = References(config)
+        self._darkroom = Darkroom()
         self._pictures: OrderedDict[RequestId, tuple[bytes, ...]] = OrderedDict()
 
     async def read(
@@ -47,26 +59,35 @@ class Desk:
     ) -> Order:
         """The order in ``body``; raises `BadRequest` or kin, and `NotReady` while no model is known.
 
-        With ``paths`` pictures may be named by path and be plain base64; ``adaptive`` is for `read_order`. Pictures are
-        fetched from the web only for an order that has nothing else wrong with it, while there is room for it; raises
-        `TooBusy` when there is none.
+        With ``paths`` pictures may be named by path and be plain base64; ``adaptive``: where no size is given, the
+        picture to start from gives the shape. Pictures are fetched and decoded only for an order that has nothing else
+        wrong with it, while there is room for it; raises `TooBusy` when there is none.
         """
         schema = need_schema(self._service)
-        pictures = picture_fields(schema, output)
-        if (draft := self._references.draft(body, pictures)) is not None:
-            refuse_repeated(draft)
-            timeouts, draft = read_timeouts(draft, self._config)
-            await to_thread.run_sync(read_order, schema, draft, output)
-            if not await self._is_repeated(request):
-                self._limits.check(_caller(request), timeouts)
-        if pictures:
-            took = share_of(request.scope).take
-            body = await self._references.resolve(body, pictures, paths=paths, took=took)
-        refuse_repeated(body)
-        timeouts, body = read_timeouts(body, self._config)
-        order = await to_thread.run_sync(partial(read_order, schema, body, output, adaptive=adaptive))
+        draft = self._references.draft(body, picture_fields(schema, output))
+        plain = body if draft is None else draft
+        refuse_repeated(plain)
+        timeouts, plain = read_timeouts(plain, self._config)
+        order = await to_thread.run_sync(read_order, schema, plain, output)
         check_handoff(schema, order.params, self._service.largest_pool)
+        if draft is not None:
+            repeated = await self._is_repeated(request)
+            with nullcontext() if repeated else self.limits.looking(_caller(request), timeouts):
+                order = await self._read_pictures(request, schema, body, output, paths=paths, adaptive=adaptive)
+            check_handoff(schema, order.params, self._service.largest_pool)
         return replace(order, timeouts=timeouts)
+
+    async def _read_pictures(
+        self, request: Request, schema: RequestSchema, body: Body, output: Output, *, paths: bool, adaptive: bool
+    ) -> Order:
+        """The order in ``body`` with its pictures, each of which is fetched, if it has to be, and checked."""
+        took = share_of(request.scope).take
+        body = await self._references.resolve(body, picture_fields(schema, output), paths=paths, took=took)
+        _, body = read_timeouts(body, self._config)
+        sizes = await self._darkroom.check(request, body.uploads, clip_fields(schema, output))
+        return await self._darkroom.run(
+            partial(read_order, schema, body, output, sizes=sizes if adaptive else None), request
+        )
 
     async def expect(self, request: Request, order: Order, count: int) -> None:
         """Look whether ``count`` jobs of an order may be submitted, before the first of them begins.
@@ -74,7 +95,7 @@ class Desk:
         Raises `BadRequest` for more than are ever taken at once, and `TooBusy` for more than are now.
         """
         caller = _caller(request)
-        most, setting = self._limits.most(caller)
+        most, setting = self.limits.most(caller)
         if count > most:
             raise BadRequest(
                 "n", f"n={count}: each is a request of its own for this model, and {most} are taken at once ({setting})"
@@ -82,7 +103,7 @@ class Desk:
         if await self._is_repeated(request):
             return
         assert order.timeouts is not None  # `read` has set them
-        self._limits.check(caller, order.timeouts, count)
+        self.limits.check(caller, order.timeouts, count)
 
     async def submit(
         self,
@@ -104,7 +125,7 @@ class Desk:
         caller = _caller(request)
         timeouts = order.timeouts
         assert timeouts is not None  # `read` has set them
-        with self._limits.entering(caller, timeouts) as enter:
+        with self.limits.entering(caller, timeouts) as enter:
             record = await self._service.submit(
                 dict(order.params if params is None else params),
                 output=output,

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import asyncio
 import ipaddress
-import socket
 from collections.abc import Callable
 from typing import Any, Final, TypeAlias
 from urllib.parse import urljoin, urlsplit
 
 import httpx
 
+from triptych.api.lookups import Lookups
 from triptych.errors import BadRequest
 
 Address: TypeAlias = ipaddress.IPv4Address | ipaddress.IPv6Address
@@ -20,6 +20,13 @@ FETCH_SECONDS: Final = 20.0
 HOPS: Final = 3
 """Redirects that are followed; each is checked like the first address."""
 _NAT64: Final = ipaddress.IPv6Network("64:ff9b::/96")
+_INSIDE: Final = (
+    ipaddress.ip_network("168.63.129.16/32"),  # Azure's machine service
+    ipaddress.ip_network("192.0.0.0/24"),  # protocol assignments, Oracle's machine service among them
+    ipaddress.ip_network("fec0::/10"),  # site-local
+    ipaddress.ip_network("3fff::/20"),  # documentation
+)
+"""Networks that Python's tables take for global."""
 
 
 def is_public(address: Address) -> bool:
@@ -28,6 +35,8 @@ def is_public(address: Address) -> bool:
     IPv6 addresses that carry an IPv4 address are judged by it too.
     """
     if not address.is_global or address.is_multicast or address.is_reserved or address.is_unspecified:
+        return False
+    if any(address in network for network in _INSIDE):
         return False
     if isinstance(address, ipaddress.IPv6Address):
         inner = address.ipv4_mapped or address.sixtofour
@@ -46,10 +55,11 @@ class Fetcher:
     def __init__(self, max_bytes: int, permits: Callable[[Address], bool] = is_public) -> None:
         self._max_bytes = max_bytes
         self._permits = permits
+        self._lookups = Lookups()
 
     async def fetch(self, field: str, url: str, took: Callable[[int], None] = lambda _: None) -> bytes:
-        """The bytes at ``url``; raises `BadRequest` that names ``field``, or what ``took`` raises, which is told of
-        every piece that comes."""
+        """The bytes at ``url``; raises `BadRequest` that names ``field``, `TooBusy` when too many other hosts are
+        looked up, or what ``took`` raises, which is told of every piece that comes."""
         try:
             async with (
                 asyncio.timeout(FETCH_SECONDS),
@@ -72,8 +82,8 @@ class Fetcher:
         self, http: httpx.AsyncClient, field: str, url: str, took: Callable[[int], None]
     ) -> tuple[bytes, str | None]:
         """The bytes, or the address that a redirect names."""
-        host, port, secure = _parts(field, url)
-        address = await self._resolve(field, host, port)
+        host, secure = _parts(field, url)
+        address = await self._resolve(field, host)
         target = httpx.URL(url).copy_with(host=str(address), fragment=None)
         extensions: dict[str, Any] = {"sni_hostname": host} if secure else {}
         # Without compression the limit on what is read is the limit on what is held.
@@ -93,30 +103,28 @@ class Fetcher:
                     raise BadRequest(field, f"{field}: the picture has more than {self._max_bytes} bytes")
             return bytes(data), None
 
-    async def _resolve(self, field: str, host: str, port: int) -> Address:
-        loop = asyncio.get_running_loop()
+    async def _resolve(self, field: str, host: str) -> Address:
         try:
-            found = await loop.getaddrinfo(host, port, type=socket.SOCK_STREAM)
+            found = await self._lookups.addresses(host)
         except (OSError, UnicodeError) as error:
             raise BadRequest(field, f"{field}: the host {host[:60]!r} is not known") from error
-        addresses = [ipaddress.ip_address(str(entry[4][0]).partition("%")[0]) for entry in found]
+        addresses = [ipaddress.ip_address(address.partition("%")[0]) for address in found]
         # All of them: a name with one public and one private address is a trap.
         if not addresses or not all(self._permits(address) for address in addresses):
             raise BadRequest(field, f"{field}: the host {host[:60]!r} is not on the public internet")
         return addresses[0]
 
 
-def _parts(field: str, url: str) -> tuple[str, int, bool]:
-    """Host, port, and whether it is https."""
+def _parts(field: str, url: str) -> tuple[str, bool]:
+    """Host, and whether it is https."""
     try:
         url.encode()
         parts = urlsplit(url)
-        port, host = parts.port, parts.hostname
+        _, host = parts.port, parts.hostname  # a port that is none raises
     except ValueError as error:
         raise BadRequest(field, f"{field}={url[:60]!r}: is not a URL") from error
     if parts.scheme not in ("http", "https") or not host:
         raise BadRequest(field, f"{field}={url[:60]!r}: must be an http or https URL")
     if parts.username is not None or parts.password is not None:
         raise BadRequest(field, f"{field}: the URL must not hold a user name or password")
-    secure = parts.scheme == "https"
-    return host, port or (443 if secure else 80), secure
+    return host, parts.scheme == "https"

@@ -15,6 +15,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from triptych.api.errors import CLIENT_CLOSED, BodyStalled, BodyTooLarge, error_response, typed_response
 from triptych.api.room import SHARE, Room, Share
+from triptych.errors import NotReady
 from triptych.server.notices import CAUSE
 
 log = logging.getLogger(__name__)
@@ -86,7 +87,13 @@ class Gate:
             await self._answer(scope, headers, share, receive, labelled)
         except ClientDisconnect:
             status = status or CLIENT_CLOSED
-            log.info("request %s: the client hung up in the middle of its body", request_id)
+            log.info("request %s: the client hung up before it was answered", request_id)
+        except asyncio.CancelledError:  # the server stops, and has waited for this as long as it does
+            log.info("request %s: the server stopped before it was answered", request_id)
+            if not status:
+                await typed_response(NotReady("the server is stopping: send the request again"))(
+                    scope, receive, labelled
+                )
         except Exception:
             log.exception("request %s failed: %s %s", request_id, scope["method"], scope["path"])
             if status:

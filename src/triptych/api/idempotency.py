@@ -11,7 +11,7 @@ from starlette.requests import Request
 
 from triptych.api.keys import CALLER
 from triptych.errors import BadRequest
-from triptych.server.idempotency import LONGEST_KEY, IdempotencyKey
+from triptych.server.idempotency import IdempotencyKey
 
 HEADER = "idempotency-key"
 
@@ -72,5 +72,4 @@ def key_of(request: Request, part: int = 0) -> IdempotencyKey | None:
     if value is None or digest is None:
         return None
     owner = request.scope.get(CALLER) or ""
-    whole = IdempotencyKey(value, digest, owner)
-    return whole if part == 0 else IdempotencyKey(f"{value} {part}"[-LONGEST_KEY:], digest, owner)
+    return IdempotencyKey(value, digest, owner, part)

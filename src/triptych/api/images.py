@@ -13,6 +13,7 @@ from starlette.responses import JSONResponse, Response
 from triptych.api.body import read_body
 from triptych.api.context import Context
 from triptych.api.errors import CLIENT_CLOSED
+from triptych.api.idempotency import HEADER
 from triptych.api.orders import Order, picture_params
 from triptych.api.ready import need_schema
 from triptych.api.routes import STRICT, errors
@@ -20,7 +21,7 @@ from triptych.api.shapes import ImageData, Images
 from triptych.api.validation import INT64_MAX
 from triptych.api.views import timings_of
 from triptych.api.waiting import Place, Waiting
-from triptych.errors import BadRequest, StageError
+from triptych.errors import BadRequest, NotReady, StageError
 from triptych.server.records import JobRecord, StoredFile
 from triptych.wire.schema import RequestSchema
 
@@ -34,7 +35,7 @@ class ImageRoutes:
     def __init__(self, context: Context) -> None:
         self._service = context.service
         self._desk = context.desk
-        self._waiting = Waiting(context.service)
+        self._waiting = Waiting(context.service, context.events.stopping)
 
     def add_to(self, app: FastAPI) -> None:
         """Add the routes. An edit is a generation that must start from a picture."""
@@ -102,7 +103,12 @@ class ImageRoutes:
                     params["seed"] = (params["seed"] + index) % (INT64_MAX + 1)
                 job = await self._desk.submit(request, order, "image", params=params, part=index)
                 places.append(self._waiting.join(job))
-            yield places
+            try:
+                yield places
+            except NotReady:  # the server stops: who comes again with the same key finds what was made
+                for place in places if HEADER in request.headers else ():
+                    place.keep()
+                raise
         finally:
             await self._waiting.forget(*[place.job.id for place in places if place.leave()])
 

@@ -15,16 +15,15 @@ from typing import Any, Final, Literal, TypeAlias
 
 from triptych.api.aspect import has_own_size, sides_of_picture
 from triptych.api.body import Body
-from triptych.api.clips import clean_clip, clip_length
+from triptych.api.clips import clip_length
 from triptych.api.errors import BodyTooLarge, ModelNotFound
-from triptych.api.pictures import clean_picture
+from triptych.api.pictures import Size
 from triptych.api.timeouts import TIMEOUTS, Timeouts
 from triptych.api.unasked import without_unasked
 from triptych.api.validation import bounded, check, check_sides, nearest, read_number, read_text, refuse, unknown_fields
 from triptych.core.cost import staged_bytes
 from triptych.errors import BadRequest
 from triptych.ids import Role
-from triptych.wire.clips import clip_format
 from triptych.wire.schema import Param, RequestSchema
 
 Output: TypeAlias = Literal["video", "image"]
@@ -56,7 +55,7 @@ RESPONSE_FORMATS: Final = ("url", "b64_json")
 _FRESH_SEED_LIMIT: Final = 2**32
 """Seeds that we draw stay below it, so that every JSON reader can repeat them exactly."""
 
-_SIZE = re.compile(r"(\d{1,6})[xX](\d{1,6})")
+_SIZE = re.compile(r"(\d{1,6})[xX](\d{1,6})", re.ASCII)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -111,10 +110,13 @@ def spoken(schema: RequestSchema, output: Output) -> set[str]:
     return names
 
 
-def read_order(schema: RequestSchema, body: Body, output: Output, *, adaptive: bool = False) -> Order:
-    """The order that ``body`` stands for; raises `BadRequest` (or kin) at the first thing wrong with it.
+def read_order(
+    schema: RequestSchema, body: Body, output: Output, *, sizes: Mapping[str, Sequence[Size | None]] | None = None
+) -> Order:
+    """The order that ``body`` stands for; raises `BadRequest` (or kin) at the first thing wrong with it. Its pictures
+    were checked (`Darkroom`) or stand for others.
 
-    ``adaptive``: where no size is given, the picture to start from gives the shape.
+    ``sizes`` of them, by field, None for a clip: where no size is given, the picture to start from gives the shape.
     """
     if output == "video" and schema.output == "image":
         raise BadRequest("model", f"model {schema.model!r} makes images; use POST /v1/images/generations")
@@ -135,16 +137,15 @@ def read_order(schema: RequestSchema, body: Body, output: Output, *, adaptive: b
     count = int(values.pop("n", 1))
     pictures, images = _pictures(uploads)
     values.update(pictures)
-    if adaptive:
-        values |= _picture_sides(params, values, images)
+    if sizes is not None:
+        values |= _picture_sides(params, values, [size for name in uploads for size in sizes[name]])
     _fill(params, values)
-    _check_strength(values)
     if schema.param("n") is not None:
         values["n"] = count
     completed = _complete(schema, values, output)
-    if (objection := schema.too_large(completed)) is not None:
-        raise BadRequest("size", f"size: {objection}")
-    _check_together(params, completed, images)
+    if (objection := schema.objection(completed)) is not None:
+        raise BadRequest(objection.field, objection.message)
+    _check_clips(params, completed, images)
     return Order(
         params=completed,
         images=images,
@@ -208,7 +209,7 @@ def _frames(params: Mapping[str, Param], values: Mapping[str, Any], duration: An
     """
     if "num_frames" in values:
         raise BadRequest("seconds", "seconds and num_frames are both given; give one of them")
-    whole = isinstance(duration, str) and duration.isdecimal()
+    whole = isinstance(duration, str) and duration.isascii() and duration.isdecimal()
     seconds = read_number("seconds", duration, form=form or whole)
     fps = values.get("fps", params["fps"].default)
     if not fps:
@@ -237,6 +238,12 @@ def picture_fields(schema: RequestSchema, output: Output) -> dict[str, str]:
     return found | {spoken: own for spoken, own in PICTURE_ALIASES.items() if own in names} | {n: n for n in names}
 
 
+def clip_fields(schema: RequestSchema, output: Output) -> set[str]:
+    """Those of them that take clips too."""
+    params = accepted(schema, output)
+    return {field for field, name in picture_fields(schema, output).items() if params[name].type == "video"}
+
+
 def _uploads(
     params: Mapping[str, Param], fields: Mapping[str, str], uploads: Mapping[str, list[bytes]]
 ) -> dict[str, tuple[Param, list[bytes]]]:
@@ -256,26 +263,27 @@ def _uploads(
 
 
 def _pictures(uploads: Mapping[str, tuple[Param, list[bytes]]]) -> tuple[dict[str, Any], tuple[bytes, ...]]:
-    """Image parameters as references into the tuple of checked files."""
+    """Image parameters as references into the tuple of all files."""
     values: dict[str, Any] = {}
     blobs: list[bytes] = []
-    for name, (param, files) in uploads.items():
+    for param, files in uploads.values():
         references = [{"blob": len(blobs) + i} for i in range(len(files))]
         values[param.name] = references if param.type == "images" else references[0]
-        clean = clean_clip if param.type == "video" else clean_picture
-        blobs.extend(clean(name, data) for data in files)
+        blobs.extend(files)
     return values, tuple(blobs)
 
 
-def _picture_sides(params: Mapping[str, Param], values: Mapping[str, Any], images: Sequence[bytes]) -> dict[str, int]:
+def _picture_sides(
+    params: Mapping[str, Param], values: Mapping[str, Any], sizes: Sequence[Size | None]
+) -> dict[str, int]:
     """Height and width in the shape of the picture to start from, where there is one and nothing else gives them."""
     if not has_own_size(params) or not values.keys().isdisjoint(("height", "width")):
         return {}
     value = values.get(next((name for name, param in params.items() if param.type in MEDIA), ""))
     if value is None:
         return {}
-    picture = images[(value[0] if isinstance(value, list) else value)["blob"]]
-    return sides_of_picture(params, picture) if clip_format(picture) is None else {}
+    size = sizes[(value[0] if isinstance(value, list) else value)["blob"]]
+    return {} if size is None else sides_of_picture(params, size)
 
 
 def _fill(params: Mapping[str, Param], values: dict[str, Any]) -> None:
@@ -291,21 +299,10 @@ def _fill(params: Mapping[str, Param], values: dict[str, Any]) -> None:
             values[name] = secrets.randbelow(_FRESH_SEED_LIMIT)
 
 
-def _check_strength(values: Mapping[str, Any]) -> None:
-    """Pipelines compute ``strength`` of the steps, and cannot do with none."""
-    strength, steps = values.get("strength"), values.get("num_inference_steps")
-    if strength is not None and steps is not None and int(steps * strength) < 1:
-        refuse("strength", strength, f"at least {1 / steps:g} at {steps} steps, so that one step is computed")
-
-
-def _check_together(params: Mapping[str, Param], values: Mapping[str, Any], files: Sequence[bytes]) -> None:
-    """Refuse what needs another parameter, and clips that are shorter than what is to be made of them."""
+def _check_clips(params: Mapping[str, Param], values: Mapping[str, Any], files: Sequence[bytes]) -> None:
+    """Refuse clips that are shorter than what is to be made of them."""
     for name, param in params.items():
-        if name not in values:
-            continue
-        if param.needs and param.needs not in values:
-            raise BadRequest(name, f"{name}: is of no use without {param.needs}")
-        if param.type == "video" and "num_frames" in values:
+        if name in values and param.type == "video" and "num_frames" in values:
             length = clip_length(files[values[name]["blob"]])
             if length is not None and length < values["num_frames"]:
                 raise BadRequest(

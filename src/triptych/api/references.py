@@ -5,7 +5,7 @@ from __future__ import annotations
 import base64
 import binascii
 import re
-from collections.abc import Callable, Collection, Iterable, Iterator
+from collections.abc import Callable, Collection
 from typing import Any, cast
 from urllib.parse import unquote_to_bytes
 
@@ -15,7 +15,7 @@ from triptych.api.body import MAX_FILES, Body
 from triptych.api.fetch import Fetcher
 from triptych.api.validation import refuse
 from triptych.config import ServerConfig
-from triptych.errors import BadRequest
+from triptych.errors import BadRequest, ConfigError
 from triptych.server.paths import contained
 
 _DATA_URL = re.compile(r"data:(?:(?:image|video)/[a-z0-9.+-]+)?(?:;[a-z0-9-]+=[^;,]*)*(;base64)?,", re.IGNORECASE)
@@ -30,24 +30,29 @@ _ACCEPTED = "a data URL, an http(s) URL, or {'image_url': one of these}"
 
 
 class References:
-    """Turns references into uploads. ``paths`` of a call: plain base64 and paths under ``input_root`` count too."""
+    """Turns references into uploads. ``paths`` of a call: plain base64 and paths under ``input_root`` count too.
+
+    Raises `ConfigError` when that is not there.
+    """
 
     def __init__(self, config: ServerConfig) -> None:
         self._limit = config.max_upload_bytes
         self._root = config.input_root
+        if self._root is not None and not self._root.is_dir():
+            raise ConfigError(f"--input-root {self._root}: there is no such folder")
         self._fetcher = Fetcher(config.max_upload_bytes) if config.allow_image_urls else None
 
     def draft(self, body: Body, names: Collection[str]) -> Body | None:
-        """What `resolve` would make of ``body``, with a tiny picture for each; None when nothing is to be fetched.
+        """What `resolve` would make of ``body``, with a tiny picture for each; None when there is none.
 
-        So an order can be read, and refused, before any other machine is asked for anything.
+        So an order can be read, and refused, before any picture is decoded or another machine is asked for one.
         """
         found = _found(body, names)
-        if self._fetcher is None or not any(map(_is_far, _flat(found.values()))):
+        if not found and not body.uploads:
             return None
         uploads = {name: [TINY] * len(files) for name, files in body.uploads.items()}
         for name, value in found.items():
-            uploads.setdefault(name, []).extend([TINY] * len(_listed(value)))
+            uploads.setdefault(name, []).extend([TINY] * len(_several(name, value)))
         return _replaced(body, found, uploads)
 
     async def resolve(
@@ -67,10 +72,7 @@ class References:
             return body
         uploads = {name: list(files) for name, files in body.uploads.items()}
         for name, value in found.items():
-            values = _listed(value)
-            if not 0 < len(values) <= MAX_FILES:
-                raise BadRequest(name, f"{name}: has {len(values)} pictures; 1 to {MAX_FILES} are accepted")
-            for one in values:
+            for one in _several(name, value):
                 uploads.setdefault(name, []).append(await self._read(name, one, paths, took))
         return _replaced(body, found, uploads)
 
@@ -123,20 +125,12 @@ def _replaced(body: Body, found: Collection[str], uploads: dict[str, list[bytes]
     return Body(fields=fields, uploads=uploads, form=body.form)
 
 
-def _listed(value: Any) -> list[Any]:
-    return cast("list[Any]", value) if isinstance(value, list) else [value]
-
-
-def _flat(values: Iterable[Any]) -> Iterator[Any]:
-    for value in values:
-        yield from _listed(value)
-
-
-def _is_far(value: Any) -> bool:
-    """Whether a reference is one that is fetched."""
-    while isinstance(value, dict):
-        value = next(iter(cast("dict[str, Any]", value).values()), None)
-    return isinstance(value, str) and value[:6].lower().startswith(("http:", "https:"))
+def _several(field: str, value: Any) -> list[Any]:
+    """The references of a field. Raises `BadRequest` for none and for too many."""
+    values = cast("list[Any]", value) if isinstance(value, list) else [value]
+    if not 0 < len(values) <= MAX_FILES:
+        raise BadRequest(field, f"{field}: has {len(values)} pictures; 1 to {MAX_FILES} are accepted")
+    return values
 
 
 def _decoded(field: str, url: str) -> bytes:

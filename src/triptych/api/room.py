@@ -1,13 +1,15 @@
-"""Memory for what clients send: bodies while their requests are answered, and pictures until their jobs have ended."""
+"""Memory for what clients send: bodies while their requests are answered, what decoding their pictures takes, and
+pictures until their jobs have ended."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Generator
+from contextlib import contextmanager
 from typing import Final
 
 from starlette.types import Scope
 
-from triptych.api.errors import TooBusy
+from triptych.api.errors import BodyTooLarge, TooBusy
 
 SHARE: Final = "triptych.share"
 """Entry of an ASGI scope with the request's share of the room."""
@@ -17,7 +19,7 @@ class Room:
     """At most ``most`` bytes: what is taken here, and what ``held`` says that live jobs hold."""
 
     def __init__(self, most: int, held: Callable[[], int]) -> None:
-        self._most = most
+        self.most = most
         self._held = held
         self._taken = 0
 
@@ -27,8 +29,8 @@ class Room:
 
     def take(self, nbytes: int) -> None:
         """Count bytes that are being received. Raises `TooBusy` when there is no room for them."""
-        if nbytes and self._taken + self._held() + nbytes > self._most:
-            raise TooBusy(f"requests hold almost {self._most} bytes, as many as they may (--max-upload-memory)")
+        if nbytes and self._taken + self._held() + nbytes > self.most:
+            raise TooBusy(f"requests hold almost {self.most} bytes, as many as they may (--max-upload-memory)")
         self._taken += nbytes
 
     def give_back(self, nbytes: int) -> None:
@@ -47,6 +49,22 @@ class Share:
         """Hold more. Raises `TooBusy`."""
         self._room.take(nbytes)
         self._nbytes += nbytes
+
+    @contextmanager
+    def lending(self, field: str, nbytes: int) -> Generator[None]:
+        """Hold more for as long as a picture of ``field`` is decoded. Raises `TooBusy`, and `BodyTooLarge` for what is
+        more than there would be if nobody else held any."""
+        if self._nbytes + nbytes > self._room.most:
+            raise BodyTooLarge(
+                field,
+                f"{field}: decoding the picture takes {nbytes} bytes; requests may hold {self._room.most} in all "
+                "(--max-upload-memory)",
+            )
+        self._room.take(nbytes)
+        try:
+            yield
+        finally:
+            self._room.give_back(nbytes)
 
     def close(self) -> None:
         """Hold nothing any more."""

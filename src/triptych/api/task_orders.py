@@ -87,7 +87,7 @@ SUFFIXES: Final[Mapping[Output, Mapping[str, str]]] = {
 _ID = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.-]{0,127}")
 _PATHS: Final = ("queue",)
 """Ids whose status could not be asked for, because `/v1/tasks/ID/status` is something else."""
-_RATIO = re.compile(r"(\d{1,4})\s*[:x/]\s*(\d{1,4})")
+_RATIO = re.compile(r"(\d{1,4})\s*[:x/]\s*(\d{1,4})", re.ASCII)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

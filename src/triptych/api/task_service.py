@@ -83,6 +83,6 @@ class TaskService:
 
 
 def _running(live: list[JobRecord]) -> list[str]:
-    """Ids of the tasks that run, the one that runs longest first."""
-    running = [record for record in live if state_of(record) == "processing"]
+    """Ids of the tasks that run, the one that runs longest first. Paused ones do not."""
+    running = [record for record in live if state_of(record) == "processing" and not record.view.paused]
     return [task_id_of(record) for record in sorted(running, key=lambda record: record.started_at or 0.0)]

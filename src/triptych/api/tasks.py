@@ -12,13 +12,15 @@ from triptych.api.context import Context
 from triptych.api.errors import CLIENT_CLOSED, DeadlinePassed, NoContent
 from triptych.api.events import EVENTS_RESPONSE, EventStream
 from triptych.api.files import media_response
+from triptych.api.idempotency import HEADER
 from triptych.api.routes import STRICT, errors
-from triptych.api.task_book import TaskBook, paths_of
+from triptych.api.task_book import TaskBook, paths_of, task_id_of
 from triptych.api.task_events import follow_ticket
 from triptych.api.task_shapes import TaskCreated, TaskFiles, TaskStatus, TaskStopped
 from triptych.api.tickets import Ticket
 from triptych.api.videos import CREATE_STATUSES
 from triptych.api.waiting import Waiting
+from triptych.errors import NotReady
 from triptych.server.records import JobRecord
 
 SYNC_SECONDS: Final = 600
@@ -30,7 +32,7 @@ class Tasks:
     def __init__(self, context: Context, book: TaskBook) -> None:
         self._context = context
         self._book = book
-        self._waiting = Waiting(context.service)
+        self._waiting = Waiting(context.service, context.events.stopping)
 
     def add_to(self, app: FastAPI) -> None:
         """Add the routes."""
@@ -49,9 +51,8 @@ class Tasks:
             app, "/v1/tasks/{task_id}/result", self.result, "GET", "Download what a task made", (400, 404, 416, 500),
             response_class=FileResponse,
         )  # fmt: skip
-        app.add_api_route(
-            "/v1/tasks/{task_id}/result", self.result, methods=["HEAD"], include_in_schema=False, dependencies=STRICT
-        )
+        for path in ("/v1/tasks/{task_id}/result", "/v1/tasks/{task_id}/result/"):
+            app.add_api_route(path, self.result, methods=["HEAD"], include_in_schema=False, dependencies=STRICT)
         self._add(app, "/v1/tasks/{task_id}/files", self.files, "GET", "List what a task made", (400, 404, 500))
         self._add(
             app, "/v1/tasks/{task_id}/events", self.events, "GET", "Follow a task as server-sent events",
@@ -73,8 +74,8 @@ class Tasks:
     ) -> None:
         options |= {"methods": [method], "summary": summary, "dependencies": STRICT, "tags": ["tasks"]}
         app.add_api_route(path, handler, responses={**(extra or {}), **errors(*statuses)}, **options)
-        if path.endswith("/"):
-            app.add_api_route(path[:-1], handler, include_in_schema=False, **options)
+        twin = path[:-1] if path.endswith("/") else f"{path}/"
+        app.add_api_route(twin, handler, include_in_schema=False, **options)
 
     async def create_video(self, request: Request) -> TaskCreated:
         """Start a task; the answer comes at once."""
@@ -107,6 +108,10 @@ class Tasks:
         except DeadlinePassed:
             if place.leave():
                 await self._context.service.cancel(record.id)
+            raise
+        except NotReady:  # the server stops: who can name the task finds it again
+            if place.leave() and HEADER not in request.headers and task_id_of(record) == record.id:
+                await self._waiting.forget(record.id)
             raise
         finally:
             place.leave()

@@ -35,8 +35,8 @@ _PROMPTS: Final = ("prompt", "negative_prompt")
 _PROMPT_CHARACTERS: Final = 32_000
 ADAPTER_CHARACTERS: Final = 2_000
 
-_INTEGER = re.compile(r"[+-]?\d{1,20}")
-_NUMBER = re.compile(r"[+-]?(\d{1,20}(\.\d{0,20})?|\.\d{1,20})([eE][+-]?\d{1,3})?")
+_INTEGER = re.compile(r"[+-]?\d{1,20}", re.ASCII)
+_NUMBER = re.compile(r"[+-]?(\d{1,20}(\.\d{0,20})?|\.\d{1,20})([eE][+-]?\d{1,3})?", re.ASCII)
 
 
 _MOST_NAMED: Final = 16

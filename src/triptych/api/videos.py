@@ -46,8 +46,8 @@ class Videos:
         for path, handler, method, summary, statuses in (
             ("/v1/videos", self.create, "POST", "Start a video job", CREATE_STATUSES),
             ("/v1/videos/{video_id}/remix", self.remix, "POST", "Make a video once more, changed", CREATE_STATUSES),
-            ("/v1/videos/{video_id}/pause", self.pause, "POST", "Have a video job wait", (400, 404, 500, 503)),
-            ("/v1/videos/{video_id}/resume", self.resume, "POST", "Let a paused job go on", (400, 404, 500, 503)),
+            ("/v1/videos/{video_id}/pause", self.pause, "POST", "Have a video job wait", (400, 404, 429, 500, 503)),
+            ("/v1/videos/{video_id}/resume", self.resume, "POST", "Let a paused job go on", (400, 404, 429, 500, 503)),
             ("/v1/videos/{video_id}/migrate", self.migrate, "POST", "Move a video job", (400, 404, 409, 500, 503)),
             ("/v1/videos", self.page, "GET", "List video jobs", (400, 500)),
             ("/v1/videos/{video_id}", self.retrieve, "GET", "Look at a video job", (400, 404, 500)),
@@ -129,12 +129,22 @@ class Videos:
         return self._events.respond(record, record.id)
 
     async def pause(self, video_id: str) -> Video:
-        """Stop the job at the next step, or at the end of a stage without steps, until it is resumed."""
-        return self._shown(self._service.pause(self._find(video_id).id))
+        """Stop the job at the next step, or at the end of a stage without steps, until it is resumed.
+
+        429 when as many are paused as may be.
+        """
+        record = self._find(video_id)
+        self._desk.limits.check_pause(record)
+        return self._shown(self._service.pause(record.id))
 
     async def resume(self, video_id: str) -> Video:
-        """Let the job go on, from the step that it has reached if it can. Jobs that are not paused stay as they are."""
-        return self._shown(self._service.resume(self._find(video_id).id))
+        """Let the job go on, from the step that it has reached if it can. Jobs that are not paused stay as they are.
+
+        429 while as many wait or run as may: a paused job holds no place.
+        """
+        record = self._find(video_id)
+        self._desk.limits.check_resume(record)
+        return self._shown(self._service.resume(record.id))
 
     async def migrate(self, video_id: str) -> Video:
         """Have another denoiser go on with the job from the next step on. 409 when none can, or none is at it now."""

@@ -41,8 +41,8 @@ def status_of(record: JobRecord) -> Status:
 
 
 def progress_of(view: JobView) -> int:
-    """Per cent done, 0 to 100."""
-    reached = _REACHED.get(view.state)
+    """Per cent done, 0 to 100; of a job that ended early as far as it came."""
+    reached = _REACHED.get(_furthest(view))
     if reached is not None:
         return reached
     return 5 + (85 * view.step // view.steps if view.steps else 0)
@@ -52,7 +52,12 @@ def step_of(record: JobRecord) -> tuple[int, int]:
     """Denoising steps done, and of how many."""
     view = record.view
     steps = view.steps or int(record.params.get("num_inference_steps", 0))  # the view counts only while they run
-    return (steps if view.state in _DENOISED else view.step), steps
+    return (steps if _furthest(view) in _DENOISED else view.step), steps
+
+
+def _furthest(view: JobView) -> JobState:
+    """The state of a job, or the one in which it ended early."""
+    return view.state if view.ended_in is None or view.state is JobState.DONE else view.ended_in
 
 
 def error_of(view: JobView) -> JobError | None:

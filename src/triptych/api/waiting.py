@@ -1,21 +1,30 @@
-"""Requests that wait for their jobs: the last client of a job that hangs up stops it, and the wait has a deadline."""
+"""Requests that wait for their jobs: the last client of a job that hangs up stops it, and the wait has a deadline.
+
+So does the server's stop: who still waits then is told to come again in time for that to be done about the job.
+"""
 
 from __future__ import annotations
 
 import asyncio
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
+from math import inf
+from typing import Any, Final
 
 from starlette.requests import Request
 
 from triptych.api.errors import DeadlinePassed, JobCancelled, JobFailed
 from triptych.api.views import error_of
 from triptych.core.events import JobState
-from triptych.errors import NotFound
+from triptych.errors import NotFound, NotReady
 from triptych.ids import RequestId
 from triptych.server.records import JobRecord
 from triptych.server.service import DiffusionService
+
+STOP_SECONDS: Final = 3.0
+"""How long a wait goes on once the server is stopping, of the five that its connections have."""
+_LOOK_SECONDS: Final = 0.5
 
 
 class Place:
@@ -47,10 +56,11 @@ class Place:
 
 
 class Waiting:
-    """Waits for jobs on behalf of HTTP requests. Belongs to the loop's thread."""
+    """Waits for jobs on behalf of HTTP requests, until the server is ``stopping``. Belongs to the loop's thread."""
 
-    def __init__(self, service: DiffusionService) -> None:
+    def __init__(self, service: DiffusionService, stopping: Callable[[], bool]) -> None:
         self._service = service
+        self._stopping = stopping
         self._waiters: Counter[RequestId] = Counter()
         self._kept: set[RequestId] = set()
         """Jobs that somebody waits for and whose files somebody else was told of."""
@@ -62,14 +72,13 @@ class Waiting:
     async def outcome(self, request: Request, jobs: Sequence[JobRecord], seconds: float) -> list[JobRecord] | None:
         """The ended jobs, all of them done; None when the client hung up first.
 
-        Raises `JobFailed` and its kin, and `DeadlinePassed` after ``seconds``.
+        Raises `JobFailed` and its kin, `DeadlinePassed` after ``seconds``, and `NotReady` when the server stops.
         """
         ends = [asyncio.ensure_future(self._end(job)) for job in jobs]
         done = asyncio.gather(*ends)
         gone = asyncio.ensure_future(_hung_up(request))
         try:
-            await asyncio.wait((done, gone), timeout=seconds, return_when=asyncio.FIRST_COMPLETED)
-            if done.done():
+            if await self._comes(done, gone, seconds):
                 return list(done.result())
             if not gone.done():
                 raise DeadlinePassed(f"the images were not made within {seconds:g} seconds")
@@ -78,6 +87,19 @@ class Waiting:
             for task in (done, gone, *ends):
                 task.cancel()
             await asyncio.gather(done, gone, *ends, return_exceptions=True)
+
+    async def _comes(self, done: asyncio.Future[Any], gone: asyncio.Future[None], seconds: float) -> bool:
+        """Wait for ``done`` until ``gone``, or for ``seconds``; whether it came. Raises `NotReady`."""
+        clock = asyncio.get_running_loop().time
+        end, stop = clock() + seconds, inf
+        while not done.done() and not gone.done() and (now := clock()) < end:
+            if now >= stop:
+                raise NotReady("the server is stopping: send the request again")
+            if self._stopping():
+                stop = min(stop, now + STOP_SECONDS)
+            wait = min(_LOOK_SECONDS, end - now, max(0.0, stop - now))
+            await asyncio.wait((done, gone), timeout=wait, return_when=asyncio.FIRST_COMPLETED)
+        return done.done()
 
     async def forget(self, *jobs: RequestId) -> None:
         """Stop and delete jobs that nobody has a use for; nothing happens to those that are gone already."""

@@ -189,7 +189,13 @@ def _plain_port(text: str) -> int:
 
 def _generate(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("prompt", metavar="PROMPT", nargs="?", help="needed by every model that takes one")
-    parser.add_argument("-o", "--output", metavar="FILE", required=True, help="where the video or image is written")
+    parser.add_argument(
+        "-o",
+        "--output",
+        metavar="FILE",
+        required=True,
+        help="where the video or image is written; folders that are missing are made",
+    )
     parser.add_argument("--server", metavar="URL", default=DEFAULT_SERVER, help="default: %(default)s")
     parser.add_argument(
         "--api-key", metavar="KEY", default=os.environ.get("TRIPTYCH_API_KEY"), help="default: TRIPTYCH_API_KEY, if set"
@@ -246,7 +252,8 @@ def _bench(parser: argparse.ArgumentParser) -> None:
 def _synth(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("size", metavar="SIZE", help="e.g. wan2.1-t2v-1.3b; an unknown one lists those known")
     parser.add_argument("--out", metavar="FOLDER", required=True, help="where the model folder is written")
-    parser.add_argument("--device", choices=("cuda", "cpu"), default="cpu", help="where it is made (default: cpu)")
+    where = "where it is made, a GPU being many times faster (default: cuda where torch sees a GPU)"
+    parser.add_argument("--device", choices=("cuda", "cpu"), help=where)
     parser.add_argument("--dtype", choices=("bfloat16", "float32"), default="bfloat16", help="default: %(default)s")
 
 

@@ -81,7 +81,8 @@ def _run_monolithic(options: ServerArgs) -> int:
     )
 
     def report(status: ProcessStatus) -> None:
-        log.info("%s (pid %s): %s %s", status.name, status.pid, status.state, status.detail)
+        who = status.name if status.pid is None else f"{status.name} (pid {status.pid})"
+        log.info("%s: %s %s", who, status.state, status.detail)
         if status.state == "failed":  # a server that nothing can ever compute for should not stay
             os.kill(os.getpid(), signal.SIGTERM)
 

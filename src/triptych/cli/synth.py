@@ -11,9 +11,11 @@ from triptych.bench.synth import write
 
 
 def run(args: argparse.Namespace) -> int:
-    """Write the folder and name what is in it."""
+    """Write the folder and name what is in it, as it comes."""
     out = Path(args.out)
-    for folder in write(args.size, out, torch.device(args.device), getattr(torch, args.dtype)):
-        print(folder)
+    device = args.device or ("cuda" if torch.cuda.is_available() else "cpu")
+    write(
+        args.size, out, torch.device(device), getattr(torch, args.dtype), told=lambda folder: print(folder, flush=True)
+    )
     print(out)
     return 0

@@ -2,6 +2,7 @@
 
 from triptych.client.answers import (
     ClientTimeout,
+    ConnectionBroken,
     Job,
     JobFailed,
     Progress,
@@ -15,6 +16,7 @@ __all__ = [
     "AsyncClient",
     "Client",
     "ClientTimeout",
+    "ConnectionBroken",
     "Job",
     "JobFailed",
     "Progress",

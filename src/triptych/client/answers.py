@@ -19,6 +19,10 @@ class ServerUnreachable(TriptychError):
     code = "server_unreachable"
 
 
+class ConnectionBroken(ServerUnreachable):
+    """The connection was lost when something had been sent: what was asked for may have been done."""
+
+
 class ClientTimeout(TriptychError):
     """The deadline of the call passed."""
 
@@ -27,16 +31,28 @@ class ClientTimeout(TriptychError):
 
 
 class RequestRefused(TriptychError):
-    """The server answered with an error; ``message`` is its own, ``param`` the field that it blames."""
+    """The server answered with an error; ``message`` is its own, ``param`` the field that it blames.
+
+    ``retry_after``: seconds after which it wants to be asked again; None where it does not say so.
+    """
 
     blame = Blame.CALLER
     code = "request_refused"
 
-    def __init__(self, message: str, *, http_status: int, param: str | None, error_code: str | None) -> None:
+    def __init__(
+        self,
+        message: str,
+        *,
+        http_status: int,
+        param: str | None,
+        error_code: str | None,
+        retry_after: float | None = None,
+    ) -> None:
         super().__init__(message)
         self.http_status = http_status
         self.param = param
         self.error_code = error_code
+        self.retry_after = retry_after
 
 
 class JobFailed(TriptychError):
@@ -165,11 +181,25 @@ def raise_for(response: httpx.Response) -> None:
         message = str(error["message"])
     except (ValueError, KeyError, TypeError):
         raise _no_triptych(response, f"it answered {response.status_code} {response.reason_phrase}") from None
+    path = response.request.url.path
+    if response.status_code == 404 and ("/v1/v1/" in path or path.endswith(("/v1/ready", "/v1/server_info"))):
+        message = f"{message}; the address of a Triptych server is given without /v1"
     raise RequestRefused(
-        message, http_status=response.status_code, param=error.get("param"), error_code=error.get("code")
+        message,
+        http_status=response.status_code,
+        param=error.get("param"),
+        error_code=error.get("code"),
+        retry_after=_retry_after(response),
     )
 
 
 def _no_triptych(response: httpx.Response, why: str) -> RequestRefused:
     text = f"{response.request.url.copy_with(query=None)} does not answer like a Triptych server: {why}"
-    return RequestRefused(text, http_status=response.status_code, param=None, error_code=None)
+    after = _retry_after(response)
+    return RequestRefused(text, http_status=response.status_code, param=None, error_code=None, retry_after=after)
+
+
+def _retry_after(response: httpx.Response) -> float | None:
+    """The header's seconds; None without it, and for a date."""
+    said = response.headers.get("retry-after", "")
+    return float(said) if said.isascii() and said.isdecimal() and len(said) < 10 else None

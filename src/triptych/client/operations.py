@@ -8,10 +8,11 @@ from __future__ import annotations
 
 import base64
 import binascii
+import secrets
 import time
 from collections.abc import Callable, Generator, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, TypeAlias, TypeVar, cast
 
@@ -19,6 +20,7 @@ import httpx
 
 from triptych.client.answers import (
     ClientTimeout,
+    ConnectionBroken,
     Job,
     JobFailed,
     Progress,
@@ -29,6 +31,7 @@ from triptych.client.answers import (
     read_job,
     read_object,
 )
+from triptych.client.outages import PASSING, Failure, Outage
 
 T = TypeVar("T")
 
@@ -37,8 +40,10 @@ Pictures: TypeAlias = bytes | Sequence[bytes]
 
 CALL_SECONDS = 30.0
 """Deadline of a call that the server answers at once."""
-PATIENCE_SECONDS = 20.0
-"""How long a wait goes on while the server cannot be reached: jobs may outlive its restart."""
+POLL_SECONDS = 10.0
+"""Deadline of one look at a job, of which there will be others."""
+_GATEWAY = frozenset({502, 504})
+"""Statuses of a proxy that does not know what became of a request."""
 FIRST_PAUSE, LONGEST_PAUSE = 0.1, 1.0
 """Seconds between two looks at a job: short at first, so that quick jobs are not held up."""
 
@@ -56,6 +61,8 @@ class Call:
     query: Mapping[str, str | int] | None = None
     save_to: Path | None = None
     seconds: float = CALL_SECONDS
+    key: str | None = None
+    """Its Idempotency-Key: what is started under one key is started once."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -108,10 +115,55 @@ def _word(value: Any) -> str:
     return str(value).lower() if isinstance(value, bool) else str(value)
 
 
-def create(prompt: str | None, image: Pictures | None, params: Mapping[str, Any]) -> Steps[Job]:
+def create(prompt: str | None, image: Pictures | None, params: Mapping[str, Any], key: str | None = None) -> Steps[Job]:
     """Start a video job. ``prompt``: None for a model that takes none."""
     fields = {"prompt": prompt, "input_reference": image, **params}
-    return read_job((yield from ask(post("/v1/videos", fields))))
+    return read_job((yield from ask(replace(post("/v1/videos", fields), key=key))))
+
+
+def _create_once(prompt: str | None, image: Pictures | None, params: Mapping[str, Any], timeout: float) -> Steps[Job]:
+    """Start a video job, and ask again, under the same key, where it is not known whether that was done. A server that
+    is not there, or refuses, has started nothing."""
+    key, doubtful = secrets.token_hex(16), False
+
+    def bears(error: Failure) -> bool:
+        nonlocal doubtful
+        if isinstance(error, ConnectionBroken | ClientTimeout):
+            doubtful = True
+        elif isinstance(error, RequestRefused):
+            doubtful = doubtful or error.http_status in _GATEWAY
+        return doubtful
+
+    return (
+        yield from _persist(
+            lambda _left: create(prompt, image, params, key),
+            bears,
+            Outage("the job that was to be started"),
+            timeout,
+            f"it is not known after {timeout:g} seconds whether the job was started",
+        )
+    )
+
+
+def _persist(
+    attempt: Callable[[float], Steps[T]], bears: Callable[[Failure], bool], outage: Outage, timeout: float, late: str
+) -> Steps[T]:
+    """What ``attempt`` gives, which is told the seconds that are left, made again after failures that the caller
+    ``bears``. Raises `ClientTimeout` that says ``late`` after ``timeout`` seconds."""
+    begun = time.monotonic()
+    pause = FIRST_PAUSE
+    while True:
+        now = time.monotonic()
+        try:
+            return (yield from attempt(begun + timeout - now))
+        except (ServerUnreachable, RequestRefused, ClientTimeout) as error:
+            if not bears(error):
+                raise
+            rest = max(pause, outage.bear(error, now, time.monotonic()))
+        if time.monotonic() + rest >= begun + timeout:
+            raise ClientTimeout(late)
+        yield Pause(rest)
+        pause = min(LONGEST_PAUSE, pause * 1.3)
 
 
 def remix(job_id: str, prompt: str | None, image: Pictures | None, params: Mapping[str, Any]) -> Steps[Job]:
@@ -120,9 +172,9 @@ def remix(job_id: str, prompt: str | None, image: Pictures | None, params: Mappi
     return read_job((yield from ask(post(f"/v1/videos/{job_id}/remix", fields))))
 
 
-def retrieve(job_id: str) -> Steps[Job]:
+def retrieve(job_id: str, seconds: float = CALL_SECONDS) -> Steps[Job]:
     """The job as it is now."""
-    return read_job((yield from ask(Call(method="GET", path=f"/v1/videos/{job_id}"))))
+    return read_job((yield from ask(Call(method="GET", path=f"/v1/videos/{job_id}", seconds=seconds))))
 
 
 def page(after: str | None, limit: int, order: str) -> Steps[list[Job]]:
@@ -155,6 +207,19 @@ def download(job_id: str, path: Path | None, index: int, seconds: float) -> Step
     return (None if path is not None else response.content), media_type
 
 
+def _fetch(job_id: str, path: Path | None, timeout: float) -> Steps[tuple[bytes | None, str]]:
+    """The first file of a job that was seen finished, begun anew where the connection breaks."""
+    return (
+        yield from _persist(
+            lambda left: download(job_id, path, 0, left),
+            lambda error: not isinstance(error, ClientTimeout),
+            Outage(f"the file of job {job_id}"),
+            timeout,
+            f"the file of job {job_id} could not be fetched within {timeout:g} seconds",
+        )
+    )
+
+
 class Pace:
     """Estimates when the last step comes from the steps seen so far."""
 
@@ -174,24 +239,24 @@ class Pace:
         return (now - begun) / (job.step - first) * (job.steps - job.step)
 
 
-def wait(job_id: str, timeout: float, on_progress: OnProgress | None) -> Steps[Job]:
-    """The job once it has ended. Raises `ClientTimeout`; the job goes on then."""
-    begun = time.monotonic()
-    unreachable_since: float | None = None
+def wait(job_id: str, timeout: float, on_progress: OnProgress | None, begun: float | None = None) -> Steps[Job]:
+    """The job once it has ended. Raises `ClientTimeout` ``timeout`` seconds after ``begun`` (None: now), and
+    `ServerUnreachable` when nothing was heard of it for long; the job goes on then."""
+    begun = time.monotonic() if begun is None else begun
+    outage = Outage(f"job {job_id}")
     pause = FIRST_PAUSE
     pace, shown = Pace(), None
     while True:
         now = time.monotonic()
         if now - begun >= timeout:
             raise ClientTimeout(f"job {job_id} did not end within {timeout:g} seconds")
+        rest = 0.0
         try:
-            job = yield from retrieve(job_id)
-            unreachable_since = None
-        except ServerUnreachable:
-            unreachable_since = unreachable_since or now
-            if now - unreachable_since >= PATIENCE_SECONDS:
-                raise
+            job = yield from retrieve(job_id, min(POLL_SECONDS, begun + timeout - now))
+        except (ServerUnreachable, RequestRefused, ClientTimeout) as error:
+            rest = outage.bear(error, now, time.monotonic())
         else:
+            outage.over()
             now = time.monotonic()
             eta = pace.remaining(job, now)
             seen = (job.stage, job.step, job.position, job.attempt)
@@ -200,7 +265,7 @@ def wait(job_id: str, timeout: float, on_progress: OnProgress | None) -> Steps[J
                 on_progress(_progress(job, now - begun, eta))
             if job.ended:
                 return job
-        yield Pause(min(pause, max(0.0, begun + timeout - time.monotonic())))
+        yield Pause(min(max(pause, rest), max(0.0, begun + timeout - time.monotonic())))
         pause = min(LONGEST_PAUSE, pause * 1.3)
 
 
@@ -227,19 +292,20 @@ def generate(
     on_progress: OnProgress | None,
     params: Mapping[str, Any],
 ) -> Steps[Result]:
-    """From prompt to file. Whatever breaks it off (a timeout, Ctrl-C) also stops the job on the server."""
+    """From prompt to file. A caller who breaks it off (by ``timeout``, Ctrl-C) also stops the job on the server. Where
+    the server or the way to it fails, the job goes on, and can be fetched under its id later."""
     begun = time.monotonic()
-    job = yield from create(prompt, image, params)
+    job = yield from _create_once(prompt, image, params, timeout)
     try:
-        job = yield from wait(job.id, timeout, on_progress)
+        job = yield from wait(job.id, timeout, on_progress, begun)
         if job.status == "failed":
             raise JobFailed(job)
         left = max(CALL_SECONDS, timeout - (time.monotonic() - begun))
-        data, media_type = yield from download(job.id, path, 0, left)
-    except GeneratorExit:
+        data, media_type = yield from _fetch(job.id, path, left)
+    except (GeneratorExit, JobFailed, ServerUnreachable, RequestRefused):
         raise
     except BaseException as error:
-        if not isinstance(error, JobFailed):
+        if not (job.ended and isinstance(error, OSError)):  # a finished film is not lost for a disk that is full here
             with suppress(ServerUnreachable, RequestRefused, ClientTimeout):  # the first failure is the one to tell
                 yield from delete(job.id)
         raise
@@ -313,7 +379,11 @@ def wait_ready(timeout: float) -> Steps[None]:
     while True:
         try:
             ready, reasons = yield from readiness()
-        except ServerUnreachable as error:
+        except (ServerUnreachable, ClientTimeout) as error:
+            ready, reasons = False, [error.message]
+        except RequestRefused as error:
+            if error.http_status not in PASSING:
+                raise
             ready, reasons = False, [error.message]
         if ready:
             return

@@ -13,8 +13,9 @@ from typing import Any, Literal, Self, TypeVar
 import httpx
 
 from triptych.client import operations
-from triptych.client.answers import ClientTimeout, Job, Result, ServerUnreachable
+from triptych.client.answers import ClientTimeout, ConnectionBroken, Job, Result, ServerUnreachable
 from triptych.client.operations import Call, OnProgress, Pause, Pictures, Steps
+from triptych.errors import ConfigError
 
 T = TypeVar("T")
 
@@ -32,7 +33,7 @@ class Client:
     """
 
     def __init__(self, base_url: str, *, api_key: str | None = None) -> None:
-        self._http = httpx.Client(base_url=base_url, headers=_headers(api_key))
+        self._http = httpx.Client(base_url=_address(base_url), headers=_headers(api_key))
 
     def __enter__(self) -> Self:
         return self
@@ -57,7 +58,8 @@ class Client:
         """Make a video and fetch it, into ``path`` if that is given. Raises `JobFailed` when the server fails to.
 
         Of several (``n``) the first is fetched; `download` has the others under the result's ``id``.
-        A timeout or Ctrl-C also stops the job on the server.
+        A timeout or Ctrl-C also stops the job on the server. What stands between (a proxy's 502, 503 or 504, a
+        connection that breaks) is waited out; when it lasts too long, the error names the job, which goes on.
         """
         return self._run(
             operations.generate(prompt, image=image, path=path, timeout=timeout, on_progress=on_progress, params=params)
@@ -182,7 +184,7 @@ class AsyncClient:
     """`Client` for asyncio programs; see there."""
 
     def __init__(self, base_url: str, *, api_key: str | None = None) -> None:
-        self._http = httpx.AsyncClient(base_url=base_url, headers=_headers(api_key))
+        self._http = httpx.AsyncClient(base_url=_address(base_url), headers=_headers(api_key))
 
     async def __aenter__(self) -> Self:
         return self
@@ -324,6 +326,13 @@ class AsyncClient:
             raise _failure(error, step, str(self._http.base_url)) from error
 
 
+def _address(base_url: str) -> str:
+    """The address of a server, if it is one. Raises `ConfigError`."""
+    if not base_url.lower().startswith(("http://", "https://")):
+        raise ConfigError(f"{base_url!r} is no address of a server: must begin with http:// or https://")
+    return base_url
+
+
 def _headers(api_key: str | None) -> dict[str, str]:
     return {} if api_key is None else {"authorization": f"Bearer {api_key}"}
 
@@ -339,6 +348,8 @@ def _arguments(call: Call) -> dict[str, Any]:
         arguments["files"] = [(name, ("image", data)) for name, data in call.uploads]
     if call.query is not None:
         arguments["params"] = dict(call.query)
+    if call.key is not None:
+        arguments["headers"] = {"idempotency-key": call.key}
     return arguments
 
 
@@ -362,4 +373,7 @@ def _whole(response: httpx.Response, data: bytes) -> httpx.Response:
 def _failure(error: httpx.HTTPError, call: Call, base_url: str) -> ServerUnreachable | ClientTimeout:
     if isinstance(error, httpx.TimeoutException) and not isinstance(error, httpx.ConnectTimeout):
         return ClientTimeout(f"{call.method} {call.path}: no answer within {call.seconds:g} seconds")
-    return ServerUnreachable(f"{base_url} cannot be reached: {error or type(error).__name__}")
+    text = str(error) or type(error).__name__
+    if isinstance(error, httpx.NetworkError | httpx.RemoteProtocolError) and not isinstance(error, httpx.ConnectError):
+        return ConnectionBroken(f"the connection to {base_url} was lost: {text}")
+    return ServerUnreachable(f"{base_url} cannot be reached: {text}")

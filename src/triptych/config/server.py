@@ -114,6 +114,9 @@ class ServerConfig:
     forwarded_allow_ips: str | None = None
     """Addresses and networks of proxies that say whence a request came (``--forwarded-allow-ips``), with commas
     between; None: what the variable FORWARDED_ALLOW_IPS says, or loopback."""
+    allowed_hosts: tuple[str, ...] = ()
+    """Names by which clients may call the server, besides addresses, localhost and ``host``, and whose pages may use it
+    (``--allowed-hosts``); ``*``: any. Without API keys a server on loopback answers to no others."""
     allow_image_urls: bool = False
     """Whether requests may name pictures by http(s) URL, which the server then fetches from the public internet."""
     key_dir: Path | None = None

@@ -109,6 +109,7 @@ class ServerArgs:
     max_rate_per_key: int | None = None
     input_root: str | None = None
     forwarded_allow_ips: str | None = None
+    allowed_hosts: str | None = None
     allow_image_urls: bool = False
     retain_seconds: float | None = None
     retain_count: int = 10_000
@@ -200,6 +201,7 @@ class ServerArgs:
             max_rate_per_key=self.max_rate_per_key,
             input_root=None if self.input_root is None else Path(self.input_root),
             forwarded_allow_ips=self.forwarded_allow_ips,
+            allowed_hosts=() if self.allowed_hosts is None else tuple(self.allowed_hosts.split(",")),
             allow_image_urls=self.allow_image_urls,
             retained_seconds=self.retain_seconds,
             retained_jobs=self.retain_count,

@@ -29,6 +29,7 @@ OTHERS = 0o007
 """Rights of users who neither own a file nor are in its group."""
 
 _SIZE = re.compile(r"(\d+)\s*(|B|KiB|MiB|GiB|TiB)")
+_HOST = re.compile(r"(?!-)[a-z0-9_-]{1,63}(\.[a-z0-9_-]{1,63})*\.?")
 _KEY = re.compile(r"[!-~]{8,512}")
 _DIGEST = re.compile(KEY_PREFIX + "[0-9a-f]{64}")
 _UNITS = {"": 1, "B": 1, "KiB": 1 << 10, "MiB": MIB, "GiB": 1 << 30, "TiB": 1 << 40}
@@ -86,6 +87,15 @@ def read_proxies(flag: str, value: object) -> str:
                 ipaddress.ip_network(name)
     except ValueError as error:
         raise refuse(flag, value, "IP addresses and networks with commas between, e.g. 10.0.0.0/8,::1, or *") from error
+    return ",".join(names)
+
+
+def read_hosts(flag: str, value: object) -> str:
+    """Names of hosts without ports and with commas between, a sequence of them, or ``*``; the result is text."""
+    parts = value.split(",") if isinstance(value, str) else [str(part) for part in _sequence(flag, value)]
+    names = [part.strip().lower() for part in parts]
+    if names != ["*"] and not all(_HOST.fullmatch(name) for name in names):
+        raise refuse(flag, value, "names of hosts without ports, with commas between, e.g. pictures.example, or *")
     return ",".join(names)
 
 

@@ -75,15 +75,23 @@ async def _serve(config: ServerConfig, on_started: Callable[[], None] | None, le
     doors = [listen(config.host, port, flag) for port, flag in zip(config.http_ports, flags, strict=True)]
     service = DiffusionService(config)
     app = create_app(service, config, stopping=lambda: server.should_exit)
-    server = uvicorn.Server(http_settings(app, config.forwarded_allow_ips))
-
     loop, asked = asyncio.get_running_loop(), asyncio.Event()
 
+    def tell(number: int) -> None:
+        if not server.should_exit:
+            log.info("stopping on %s", signal.Signals(number).name)
+
     def stop(number: int, _frame: FrameType | None) -> None:
-        log.info("stopping on %s", signal.Signals(number).name)
+        tell(number)
         server.should_exit = True
         loop.call_soon_threadsafe(asked.set)
 
+    class Server(uvicorn.Server):
+        def handle_exit(self, sig: int, frame: FrameType | None) -> None:
+            tell(sig)
+            super().handle_exit(sig, frame)
+
+    server = Server(http_settings(app, config.forwarded_allow_ips))
     # uvicorn handles signals itself while it serves, then raises them again for the handlers that stood before: these.
     # Without them the process would end before the service has closed.
     for number in (signal.SIGINT, signal.SIGTERM):
