@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from triptych.core.events import InstanceExited, JobState
+from triptych.core.events import CancelRequest, InstanceExited, JobState
 from triptych.core.health import LONGEST, Health
 from triptych.ids import InstanceId, RequestId, Role
 from triptych.wire.messages import Checkpointed, Goodbye, Kept, Lease, RunStage
@@ -126,6 +126,117 @@ def test_a_failure_that_is_the_callers_is_not_held_against_anybody() -> None:
         bench.started("encoder", lease(request, E))
         bench.failed("encoder", lease(request, E), retryable=False, code="out_of_memory")
     assert quarantined(bench, "encoder") == 0
+
+
+def prove(bench: Bench, *encoders: str) -> None:
+    """Have each encoder do a request, which a denoiser takes over and its client gives up."""
+    bench.join("denoiser")
+    for name in encoders:
+        request = bench.submit(f"good-{name}-{bench.now}")
+        (holder,) = [holder for holder, held in runs(bench).items() if held.role is E]
+        while holder != name:
+            bench.feed(CancelRequest(request=request))
+            bench.stopped(holder, lease(request, E))
+            request = bench.submit(f"{request}-again")
+            (holder,) = [holder for holder, held in runs(bench).items() if held.role is E]
+        bench.encode(request, name)
+        bench.fetched("denoiser", lease(request, D))
+        bench.feed(CancelRequest(request=request))
+        bench.stopped("denoiser", lease(request, D))
+
+
+def fail_everywhere(bench: Bench, request: str) -> None:
+    """Submit a request that every encoder which gets it fails for good."""
+    bench.submit(request)
+    while holding := [(name, held) for name, held in runs(bench).items() if held.role is E]:
+        ((name, held),) = holding
+        bench.started(name, held)
+        bench.failed(name, held, retryable=False)
+
+
+def test_a_request_that_sound_instances_fail_alike_is_no_evidence_against_any_of_them() -> None:
+    """Symptom: a client that repeated a request which no pipeline can compute had each encoder but the last set aside
+    for 30 s and more."""
+    bench = Bench()
+    bench.join("encoder-0")
+    bench.join("encoder-1")
+    prove(bench, "encoder-0", "encoder-1")
+    for number in range(4):
+        fail_everywhere(bench, f"bad-{number}")
+        view = bench.view(RequestId(f"bad-{number}"))
+        assert view.state is JobState.FAILED
+        assert view.attempt == 2
+        assert view.error is not None
+        assert view.error.message == "it broke"
+        assert quarantined(bench, "encoder-0") == quarantined(bench, "encoder-1") == 0
+
+
+def test_what_another_instance_can_do_is_done_and_held_against_the_one_that_failed_it() -> None:
+    bench = Bench(quarantine_seconds=30.0)
+    bench.join("encoder-0")
+    bench.join("encoder-1")
+    prove(bench, "encoder-0", "encoder-1")
+    for number in range(20):
+        request = bench.submit(f"r{number}")
+        while bench.view(request).state is not JobState.DENOISING_WAITING:
+            ((name, held),) = [(name, held) for name, held in runs(bench).items() if held.role is E]
+            bench.started(name, held)
+            if name == "encoder-0":
+                bench.failed(name, held, retryable=False)
+            else:
+                bench.staged(name, held)
+        if quarantined(bench, "encoder-0"):
+            break
+        bench.fetched("denoiser", lease(request, D))
+        bench.feed(CancelRequest(request=request))
+        bench.stopped("denoiser", lease(request, D))
+    assert quarantined(bench, "encoder-0") == 30.0
+    assert quarantined(bench, "encoder-1") == 0
+
+
+def test_an_instance_that_never_did_anything_clears_nobody() -> None:
+    bench = Bench()
+    bench.join("encoder-0")
+    bench.join("encoder-1")
+    for number in range(3):
+        fail_everywhere(bench, f"r{number}")
+    assert quarantined(bench, "encoder-0") > 0
+    assert quarantined(bench, "encoder-1") > 0
+
+
+def test_instances_that_break_together_do_not_clear_each_other_for_ever() -> None:
+    bench = Bench()
+    bench.join("encoder-0")
+    bench.join("encoder-1")
+    prove(bench, "encoder-0", "encoder-1")
+    for number in range(10):
+        fail_everywhere(bench, f"r{number}")
+    assert quarantined(bench, "encoder-0") > 0
+    assert quarantined(bench, "encoder-1") > 0
+
+
+def test_a_quarantine_ends_when_one_of_its_failures_turns_out_to_be_the_requests() -> None:
+    health = Health(proven=True)
+    for name in ("a", "b", "c"):
+        health.fail(RequestId(name), "broken", 0.0, limit=3, cooldown=30.0)
+    assert health.quarantined(1.0)
+    health.share(RequestId("c"), 1.0, limit=3)
+    assert not health.quarantined(1.0)
+    assert health.fail(RequestId("d"), "broken", 2.0, limit=3, cooldown=30.0)
+    assert health.until == 32.0, "the one that ended was none"
+
+
+def test_without_another_instance_or_attempt_a_failure_for_good_is_the_end() -> None:
+    for attempts, encoders in ((4, 1), (1, 2)):
+        bench = Bench(max_attempts=attempts)
+        for number in range(encoders):
+            bench.join(f"encoder-{number}")
+        fail_everywhere(bench, "r")
+        view = bench.view(RequestId("r"))
+        assert view.state is JobState.FAILED
+        assert view.attempt == 1
+        assert view.error is not None
+        assert view.error.message == "it broke"
 
 
 def test_a_restart_begins_with_a_clean_record_unless_the_process_died_of_a_request() -> None:

@@ -85,9 +85,12 @@ def test_another_model_is_refused_with_both_names() -> None:
     bench.join("denoiser", schema=other)
     (refused,) = bench.sent("denoiser", Refused)
     assert refused.reason == "model='other': the others serve 'm'"
+    assert bench.router.missing_roles()[D] == f"denoiser was refused: {refused.reason}"
+    assert list(bench.router.refused().values()) == [refused.reason]
     bench.receive(goodbye("encoder"))
     bench.join("denoiser", schema=other)
     assert bench.sent("denoiser", Welcome), "nobody serves the first model any more"
+    assert bench.router.refused() == {}
     assert bench.router.schema is None
     bench.join("encoder", life=2, schema=other)
     assert bench.router.schema == other
@@ -367,6 +370,13 @@ def test_a_copy_that_nobody_will_read_is_released_again() -> None:
 
 
 # -- leaving ------------------------------------------------------------------------------------------------------
+
+
+def test_who_leaves_in_good_order_is_not_counted_as_lost() -> None:
+    bench = Bench()
+    bench.join("encoder")
+    bench.receive(goodbye("encoder"))
+    assert (bench.counted("instance_left"), bench.counted("instance_lost")) == (1, 0)
 
 
 def test_silence_loses_an_instance() -> None:

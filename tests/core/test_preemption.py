@@ -262,6 +262,27 @@ def test_what_a_leaving_encoder_made_moves_to_one_that_stays() -> None:
     assert bench.view(request).attempt == 1
 
 
+def test_what_a_paused_request_left_is_handed_over_if_it_can_be_and_not_waited_for_else() -> None:
+    """Symptom: the last instance stayed for its whole time because of requests that nobody would go on with."""
+    bench = Bench()
+    bench.pool()
+    request = bench.submit("r")
+    bench.feed(InstanceExited(instance=InstanceId("denoiser")))
+    bench.encode(request)
+    bench.feed(PauseRequest(request=request))
+    assert draining(bench, "encoder")
+    (keep,) = bench.sent("decoder", Keep)
+    kept(bench, "decoder", keep)
+    assert not draining(bench, "encoder")
+    bench.receive(Goodbye(**bench._signed("encoder"), reason="SIGTERM"))
+    assert not draining(bench, "decoder"), "nobody is left to keep it"
+    bench.receive(Goodbye(**bench._signed("decoder"), reason="SIGTERM"))
+    for name in ("encoder", "denoiser", "decoder"):
+        bench.join(name, life=2)
+    bench.feed(ResumeRequest(request=request))
+    assert bench.run("encoder").lease == Lease(request, E, 2), "it is computed again"
+
+
 def test_an_idle_instance_is_not_needed() -> None:
     bench = Bench()
     bench.pool()

@@ -1,4 +1,4 @@
-"""Hostile frames: noise, mutated messages, well-typed nonsense, broken ZMTP, and messages of an insider."""
+"""Hostile frames: noise, mutated messages, well-typed nonsense, broken ZMTP, messages of an insider, and a ping."""
 
 from __future__ import annotations
 
@@ -135,3 +135,24 @@ def broken_zmtp(port: int, rng: random.Random) -> None:
                 sock.sendall(
                     GREETING + b"\x04" + bytes([len(ready)]) + ready + b"\x02" + struct.pack(">Q", size) + b"x"
                 )
+
+
+def ping_and_reset(port: int, peer: bytes) -> bool:
+    """One TCP connection that shakes hands, sends more messages than are queued and a ping behind them, and is reset.
+    Whether the other side shook hands.
+
+    libzmq aborts its process when it comes to answering such a ping (zeromq/libzmq#4364). ``peer`` is a type of ZMQ
+    socket that the one at the port talks to.
+    """
+    ready = b"\x05READY\x0bSocket-Type" + struct.pack(">I", len(peer)) + peer
+    with socket.create_connection(("127.0.0.1", port), timeout=10) as sock:
+        sock.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
+        sock.sendall(GREETING + b"\x04" + bytes([len(ready)]) + ready)
+        heard = b""
+        while b"READY" not in heard:
+            more = sock.recv(100)
+            if not more:
+                return False
+            heard += more
+        sock.sendall(b"\x00\x01x" * 1500 + b"\x04\x07\x04PING\x00\x00")
+    return True

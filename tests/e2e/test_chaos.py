@@ -111,7 +111,7 @@ def test_who_hangs_up_in_any_state_leaves_nothing_behind(arenas: Arenas, state: 
     if state.endswith("waiting"):
         holder.signal(signal.SIGSTOP)
     with socket.create_connection(("127.0.0.1", arena.deployment.port)) as wire:
-        wire.sendall(f"POST /v1/images/generations HTTP/1.1\r\nhost: x\r\n{kind}\r\n\r\n{body}".encode())
+        wire.sendall(f"POST /v1/images/generations HTTP/1.1\r\nhost: localhost\r\n{kind}\r\n\r\n{body}".encode())
         until(lambda: api.info()["requests"].get(state), f"a request being in {state}")
     until(lambda: not api.info()["requests"].get(state), "the server hearing of that")
     holder.signal(signal.SIGCONT)

@@ -248,6 +248,9 @@ async def test_a_full_disk_takes_no_new_requests_and_keeps_finished_work_until_t
         assert (failed.view.error.code, failed.view.error.blame) == ("storage_full", "operator")
         assert str(house.outputs) not in failed.view.error.message, "clients see it"
         assert house.service.get(made.id).view.state is JobState.DECODER_RUNNING
+        verdict = house.service.readiness()
+        assert not verdict.ready
+        assert verdict.reasons == ("files cannot be stored: no room for finished media",)
         with pytest.raises(StorageFull, match=str(house.outputs)) as caught:
             await house.service.submit({"prompt": "x"}, output="video")
         assert caught.value.status == 507
@@ -258,6 +261,37 @@ async def test_a_full_disk_takes_no_new_requests_and_keeps_finished_work_until_t
     assert len([lease for lease, _, _ in puppet.seen if lease.request == made.id]) == 3, "nothing was made twice"
     assert (await house.run("room again")).view.state is JobState.DONE
     await house.idle()
+
+
+async def test_a_store_that_cannot_be_written_is_told_and_its_work_is_kept(
+    house: House, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def broken(path: Path, data: bytes) -> None:
+        raise OSError(errno.EIO, "Input/output error")
+
+    house.add()
+    await house.ready()
+    with monkeypatch.context() as disk:
+        disk.setattr(LocalMedia, "_write", staticmethod(broken))
+        made = await house.service.submit({"prompt": "x"}, output="video")
+        await until(lambda: house.service.readiness().reasons, "the failure to be told")
+        verdict = house.service.readiness()
+        assert verdict.ready  # the work can be done, and is kept
+        assert verdict.reasons == ("files cannot be stored: the output folder cannot be written",)
+        assert metric(house.service, "triptych_storage_failing", store="media") == 1
+    await until(lambda: not house.service.readiness().reasons, "the store to be well again")
+    assert metric(house.service, "triptych_storage_failing", store="media") == 0
+    assert (await house.end(made.id)).view.state is JobState.DONE
+
+
+async def test_an_output_folder_that_is_taken_away_is_made_again(house: House) -> None:
+    """Symptom: after that every job stood at 92 % until its run timeout."""
+    house.add()
+    await house.ready()
+    house.outputs.rmdir()
+    made = await house.run()
+    assert made.view.state is JobState.DONE
+    assert made.files[0].path.read_bytes() == b"film"
 
 
 async def test_a_store_that_raises_what_nobody_expects_fails_one_request(

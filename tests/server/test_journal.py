@@ -19,6 +19,7 @@ from hypothesis.stateful import Bundle, RuleBasedStateMachine, consumes, precond
 
 from tests.core.test_journal import ACCEPTED, FILE, granted, staged, view
 from tests.server.disk import on_disk, told
+from tests.server.house import until
 from triptych.core.events import Clocks, JobState, LeaseGranted
 from triptych.core.journal import Accepted, Deleting, Finish, JournalEntry, Paused, Saved, Stored, replay, request_of
 from triptych.errors import ConfigError, StorageFailed, StorageFull
@@ -105,6 +106,39 @@ async def test_notes_that_found_no_room_are_written_once_there_is_some(
     finish, stored, *_ = on_disk(tmp_path / "state")[entry.request]
     assert finish.view.state is JobState.DONE
     assert len(stored.files) == 2000
+
+
+async def test_a_folder_that_was_taken_away_takes_nothing_until_it_is_back(journal: Journal, tmp_path: Path) -> None:
+    """Symptom: jobs were accepted into files that nobody would ever find."""
+    state, aside = tmp_path / "state", tmp_path / "aside"
+    await journal.accept(accepted("before"))
+    state.rename(aside)
+    await until(lambda: journal.trouble, "the loss to be noticed while nobody writes")
+    state.mkdir()
+    other = Journal(state)
+    assert other.open() == [], "another server can begin there"
+    with pytest.raises(StorageFailed, match="taken away or replaced"):
+        await journal.accept(accepted("lost"))
+    journal.note(
+        Finish(view=replace(view(JobState.FAILED), request=RequestId("before")), started_at=1.0, completed_at=2.0)
+    )
+    with pytest.raises(StorageFailed, match="another file than the one that was opened"):
+        await journal.flush()
+    other.close()
+    shutil.rmtree(state)
+    aside.rename(state)
+    await journal.accept(accepted("after"))
+    assert journal.trouble is None
+    found = on_disk(state)
+    assert list(found) == ["before", "after"]
+    assert found[RequestId("before")][0].view.state is JobState.FAILED, "what was noted meanwhile is kept"
+
+
+@pytest.mark.parametrize("name", ["lock", "journal.sqlite3", "journal.sqlite3-wal"])
+async def test_each_file_of_the_journal_is_missed(journal: Journal, tmp_path: Path, name: str) -> None:
+    (tmp_path / "state" / name).unlink()
+    with pytest.raises(StorageFailed, match=name):
+        await journal.accept(accepted("lost"))
 
 
 def limit_pages(journal: Journal, more: int) -> None:

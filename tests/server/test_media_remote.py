@@ -268,7 +268,7 @@ def test_a_store_that_hangs_stops_who_asks_for_its_files_and_nobody_else(
             lines = [wires.enter_context(socket.create_connection(("127.0.0.1", house.config.port))) for _ in range(60)]
             for number, line in enumerate(lines):
                 path = f"/v1/videos/{far}/content{kinds[number % 2]}"
-                line.sendall(f"GET {path} HTTP/1.1\r\nhost: x\r\nconnection: close\r\n\r\n".encode())
+                line.sendall(f"GET {path} HTTP/1.1\r\nhost: localhost\r\nconnection: close\r\n\r\n".encode())
             deadline = time.monotonic() + 60
             while len(asked) < keeper.READ_THREADS:
                 assert time.monotonic() < deadline

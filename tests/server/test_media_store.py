@@ -53,6 +53,41 @@ def test_one_file_is_named_by_the_job(store: LocalMedia, request_id: RequestId) 
     assert names(store) == [file.name]
 
 
+def test_a_folder_that_cannot_be_written_is_found_at_the_start(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Symptom: with an output folder on a read-only mount every job was computed, and then failed."""
+
+    def read_only(path: Path, data: bytes) -> None:
+        raise OSError(errno.EROFS, "Read-only file system")
+
+    with monkeypatch.context() as disk:
+        disk.setattr(LocalMedia, "_write", staticmethod(read_only))
+        with pytest.raises(StorageFailed, match=r"output folder cannot be used: .*Read-only"):
+            LocalMedia(tmp_path).open()
+
+    def full(path: Path, data: bytes) -> None:
+        path.touch()
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(LocalMedia, "_write", staticmethod(full))
+    LocalMedia(tmp_path).open()  # there may be room by the time that a file is made
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_folder_that_is_gone_is_made_again(store: LocalMedia, request_id: RequestId) -> None:
+    store.root.rmdir()
+    with pytest.raises(StorageFailed, match="cannot be written"):
+        store.store(request_id, [media(b"film")])
+    store.root.parent.rmdir()
+    store.root.parent.touch()
+    with pytest.raises(StorageFailed, match="output folder cannot be written"):
+        store.look()
+    store.root.parent.unlink()
+    store.look()
+    assert names(store) == []
+    (file,) = store.store(request_id, [media(b"film")])
+    assert file.path.read_bytes() == b"film"
+
+
 def test_several_files_are_numbered_and_removed_together(store: LocalMedia, request_id: RequestId) -> None:
     files = store.store(request_id, [media(b"a", ".png"), media(b"b", ".png")])
     assert [f.name for f in files] == [f"{request_id}-0.png", f"{request_id}-1.png"]

@@ -147,7 +147,7 @@ async def test_info_is_plain_and_names_roles_instances_and_leases(house: House) 
 
 
 def no_gauges() -> Gauges:
-    return Gauges(states={}, queues={}, slots_used={}, slots_free={}, up={}, quarantined={}, counts={})
+    return Gauges(states={}, failing={}, queues={}, slots_used={}, slots_free={}, up={}, quarantined={}, counts={})
 
 
 def timing(plane: str, running: float) -> StageTiming:

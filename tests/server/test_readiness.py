@@ -31,9 +31,10 @@ def judge(
     named: Mapping[Role, Sequence[str]],
     addresses: Addresses,
     missing: Mapping[Role, str],
+    refused: Mapping[str, str] | None = None,
 ) -> Readiness:
     """The verdict of a server that has just begun."""
-    return Attendance(named, addresses).judge(live, missing)
+    return Attendance(named, addresses).judge(live, missing, refused or {})
 
 
 def match(addresses: Addresses, one: str, other: str) -> bool:
@@ -82,6 +83,17 @@ def test_a_named_instance_that_has_not_come_is_named() -> None:
     )
 
 
+def test_a_named_instance_that_was_refused_is_told_apart_from_a_missing_one() -> None:
+    """Symptom: it was said not to have registered, and why it was refused stood in a log only."""
+    live = [Instance((E, D), "tcp://127.0.0.1:19000")]
+    named = {N: ("tcp://localhost:19001", "tcp://localhost:19002")}
+    refused = {"tcp://127.0.0.1:19001": "model='a': the others serve 'b'"}
+    assert judge(live, named, Addresses(), {}, refused).reasons == (
+        "denoiser instance tcp://localhost:19001 (--denoiser-urls) was refused: model='a': the others serve 'b'",
+        "denoiser instance tcp://localhost:19002 (--denoiser-urls) has not registered or is gone",
+    )
+
+
 def test_a_named_instance_of_another_role_is_told_apart_from_a_missing_one() -> None:
     live = [Instance((E, D), "tcp://127.0.0.1:19000"), Instance((N,), "tcp://127.0.0.1:19001")]
     verdict = judge(live, {N: ("tcp://127.0.0.1:19000",)}, Addresses(), {})
@@ -95,22 +107,22 @@ def test_a_named_instance_that_came_once_and_is_gone_is_told_while_others_serve_
     rest = Instance((E, D), "tcp://127.0.0.1:19000")
     one, other = Instance((N,), "tcp://127.0.0.1:19001"), Instance((N,), "tcp://127.0.0.1:19002")
     attendance = Attendance({E: (rest.work_url,), N: (one.work_url, other.work_url)}, Addresses())
-    assert not attendance.judge([rest, one], {}).ready  # the other is still loading
-    assert attendance.judge([rest, one, other], {}) == Readiness(ready=True, reasons=())
-    degraded = attendance.judge([rest, one], {})
+    assert not attendance.judge([rest, one], {}, {}).ready  # the other is still loading
+    assert attendance.judge([rest, one, other], {}, {}) == Readiness(ready=True, reasons=())
+    degraded = attendance.judge([rest, one], {}, {})
     assert degraded.ready
     assert degraded.reasons == (f"denoiser instance {other.work_url} (--denoiser-urls) has not registered or is gone",)
-    assert not attendance.judge([rest], {N: "denoiser-1 was lost"}).ready
-    assert attendance.judge([rest, other], {}).ready
-    assert attendance.judge([rest, one, other], {}).reasons == ()
+    assert not attendance.judge([rest], {N: "denoiser-1 was lost"}, {}).ready
+    assert attendance.judge([rest, other], {}, {}).ready
+    assert attendance.judge([rest, one, other], {}, {}).reasons == ()
 
 
 def test_all_that_are_named_are_waited_for_even_when_they_are_never_there_at_the_same_time() -> None:
     rest = Instance((E, D), "tcp://127.0.0.1:19000")
     one, other = Instance((N,), "tcp://127.0.0.1:19001"), Instance((N,), "tcp://127.0.0.1:19002")
     attendance = Attendance({N: (one.work_url, other.work_url)}, Addresses())
-    assert not attendance.judge([rest, one], {}).ready
-    assert attendance.judge([rest, other], {}).ready
+    assert not attendance.judge([rest, one], {}, {}).ready
+    assert attendance.judge([rest, other], {}, {}).ready
 
 
 def test_spelling_does_not_matter() -> None:
@@ -161,25 +173,25 @@ def test_a_named_instance_that_comes_back_at_another_address_is_known_again(host
     addresses = Addresses(clock)
     attendance = Attendance({N: ("tcp://denoiser-0.svc:19000",)}, addresses)
     hosts["denoiser-0.svc"] = "192.0.2.1"
-    attendance.judge([], {})
+    attendance.judge([], {}, {})
     addresses.resolve()
-    assert attendance.judge([Instance((N,), "tcp://192.0.2.1:19000")], {}).reasons == ()
+    assert attendance.judge([Instance((N,), "tcp://192.0.2.1:19000")], {}, {}).reasons == ()
 
     again = Instance((N,), "tcp://192.0.2.7:19000")
-    assert attendance.judge([again], {}).reasons
+    assert attendance.judge([again], {}, {}).reasons
     hosts.clear()  # the name service does not know yet
     clock.now += LOOK_AGAIN_SECONDS
     assert addresses.stale
     addresses.resolve()
-    assert attendance.judge([Instance((N,), "tcp://192.0.2.1:19000")], {}).reasons == ()
-    assert attendance.judge([again], {}).reasons
+    assert attendance.judge([Instance((N,), "tcp://192.0.2.1:19000")], {}, {}).reasons == ()
+    assert attendance.judge([again], {}, {}).reasons
     hosts["denoiser-0.svc"] = "192.0.2.7"
     assert not addresses.stale
     clock.now += LOOK_AGAIN_SECONDS
     assert addresses.stale
     addresses.resolve()
-    assert attendance.judge([again], {}).reasons == ()
-    assert attendance.judge([Instance((N,), "tcp://192.0.2.1:19000")], {}).reasons
+    assert attendance.judge([again], {}, {}).reasons == ()
+    assert attendance.judge([Instance((N,), "tcp://192.0.2.1:19000")], {}, {}).reasons
 
 
 def test_instances_that_serve_different_commits_are_named() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import shutil
 import threading
 from collections.abc import AsyncIterator
 from pathlib import Path
@@ -11,6 +12,7 @@ from typing import Any, Literal
 import pytest
 
 from tests.server.house import QUICK, House, until
+from tests.server.test_faults import metric
 from tests.server.test_journal import limit_pages
 from triptych.core.events import JobState
 from triptych.core.journal import Deleting
@@ -268,6 +270,42 @@ async def test_a_request_that_cannot_be_written_down_is_refused_with_507_and_not
     assert (await estate.end(before.id)).view.state is JobState.DONE
     limit_pages(estate.journal, 10_000)
     assert (await estate.run("x" * 100_000)).view.state is JobState.DONE
+
+
+async def test_a_server_whose_journal_cannot_be_written_is_not_ready_until_it_can(
+    estate: Estate, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Symptom: balancers went on sending everything to a server that refused everything."""
+    estate.add()
+    await estate.ready()
+    failing = {"store": "journal"}
+    with monkeypatch.context() as disk:
+        disk.setattr(Journal, "_commit", lambda *_: StorageFull("no room for the journal", detail="/secret/place"))
+        with pytest.raises(StorageFull):
+            await estate.submit()
+        verdict = estate.service.readiness()
+        assert not verdict.ready
+        assert verdict.reasons == ("no job can be accepted: no room for the journal",)
+        assert metric(estate.service, "triptych_storage_failing", **failing) == 1
+    await estate.ready()  # though nobody asks for anything
+    assert estate.service.readiness().reasons == ()
+    assert metric(estate.service, "triptych_storage_failing", **failing) == 0
+    assert (await estate.run()).view.state is JobState.DONE
+
+
+async def test_a_state_folder_that_is_gone_is_told_and_nothing_more_is_accepted(estate: Estate) -> None:
+    estate.add()
+    await estate.ready()
+    shutil.rmtree(estate.state)
+    await until(lambda: not estate.service.readiness().ready, "the loss to be noticed")
+    assert estate.service.readiness().reasons == (
+        "no job can be accepted: the state folder was taken away or replaced",
+    )
+    with pytest.raises(StorageFailed, match="start the server anew"):
+        await estate.submit()
+    await estate.restart()
+    await estate.ready()
+    assert (await estate.run()).view.state is JobState.DONE
 
 
 async def test_images_that_cannot_be_written_down_refuse_the_request(estate: Estate) -> None:

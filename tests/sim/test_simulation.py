@@ -14,10 +14,10 @@ from triptych.core.ledger import Ledger
 from triptych.core.router import Router
 from triptych.ids import ROLES, InstanceId, RequestId
 from triptych.sim.__main__ import main
+from triptych.sim.instance import SimInstance
 from triptych.sim.network import Message
 from triptych.sim.plan import Plan
 from triptych.sim.simulation import Simulation
-from triptych.sim.worker import SimInstance
 from triptych.sim.world import Violation
 from triptych.wire.messages import Ack, Finished, Release, RunStage, Staged, Welcome
 

@@ -13,6 +13,7 @@ import numpy as np
 import pytest
 import torch
 
+from triptych.accel.companions import Companions
 from triptych.accel.tally import Tally
 from triptych.core.instance_events import ComputeStarted, Ended, Stepped
 from triptych.errors import BadRequest, ModelError, StageError
@@ -311,10 +312,55 @@ def test_a_failing_request_fails_alone(
     assert at.staged.get(timeout=WAIT).ticket.lease.request == "good"
 
 
-class JoiningPipeline(ScriptedPipeline):
-    """A pipeline whose groups fail."""
+class SharingPipeline(ScriptedPipeline):
+    """A pipeline of two kinds of runs, by their names' first letters, of which ``fits`` at once pay off."""
 
     joins = True
+    fits = 1
+
+    def companions(self, runs: Sequence[Run], turn: int) -> Companions:
+        alike = [number for number, run in enumerate(runs) if run.name[0] == runs[turn].name[0]]
+        return Companions(advance=alike[: self.fits], wait=alike[self.fits :])
+
+    def advance_together(self, runs: Sequence[Run]) -> list[StageResult | Exception | None]:
+        return [run.advance() for run in runs]
+
+
+def test_requests_that_gain_nothing_from_sharing_end_one_after_the_other_and_kinds_take_turns(
+    bench: Callable[..., Bench],
+) -> None:
+    gate = Gate("a1")
+    pipeline = SharingPipeline(gate)
+    at = bench(pipeline, max_running=4)
+    at.begin("a1", steps=3)
+    assert gate.reached.wait(WAIT)
+    for name in ("a2", "b1", "b2"):
+        at.begin(name, steps=3)
+    gate.open.set()
+    done = [at.staged.get(timeout=WAIT).ticket.lease.request for _ in range(4)]
+    assert {name: done.index(name) for name in done} == {"a1": 0, "b1": 1, "a2": 2, "b2": 3}
+
+
+def test_one_that_waits_for_older_ones_of_its_kind_can_be_cancelled(bench: Callable[..., Bench]) -> None:
+    gate = Gate("a1")
+    pipeline = SharingPipeline(gate)
+    at = bench(pipeline, max_running=2)
+    at.begin("a1", steps=1000)
+    assert gate.reached.wait(WAIT)
+    second = at.begin("a2", steps=3)
+    gate.open.set()
+    started = at.until(ComputeStarted)
+    while started.lease != second.lease:
+        started = at.until(ComputeStarted)
+    second.cancelled.set()
+    assert at.until(Ended).outcome.lease == second.lease
+    assert set(pipeline.turns) == {"a1"}
+
+
+class JoiningPipeline(SharingPipeline):
+    """A pipeline whose groups fail."""
+
+    fits = 2
 
     def advance_together(self, runs: Sequence[Run]) -> list[StageResult | Exception | None]:
         raise torch.OutOfMemoryError("CUDA out of memory")
@@ -325,7 +371,7 @@ def test_a_group_that_cannot_be_advanced_fails_its_requests_and_nothing_else(ben
     at = bench(JoiningPipeline(gate), max_running=2)
     at.begin("a")
     assert gate.reached.wait(WAIT)
-    at.begin("b")
+    at.begin("another")
     gate.open.set()
     assert {failure(at.until(Ended)).code for _ in range(2)} == {"out_of_memory"}
     at.begin("c")

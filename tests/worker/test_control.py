@@ -36,6 +36,7 @@ from triptych.wire.messages import (
     Keep,
     Lease,
     MediaFile,
+    Refused,
     Release,
     RunStage,
     StageFailed,
@@ -49,6 +50,7 @@ from triptych.wire.schema import RequestSchema
 from triptych.worker.control import ControlLoop
 from triptych.worker.crew import Crew
 from triptych.worker.jobs import Identity, MediaReady, ThreadDied
+from triptych.worker.lifecycle import EXIT_OPERATOR
 from triptych.worker.metrics import InstanceMetrics
 from triptych.worker.standing import Standing
 from triptych.worker.threads import Mailbox
@@ -178,6 +180,17 @@ def test_a_stop_is_told_to_the_server_and_ends_well(stand: Stand) -> None:
     message, _ = stand.hear(Goodbye)
     assert isinstance(message, Goodbye)
     assert (message.reason, message.failed) == ("SIGTERM", False)
+
+
+def test_an_instance_that_is_refused_ends_as_one_that_its_operator_must_mend_something_for(stand: Stand) -> None:
+    """Symptom: whoever supervised it started it again for ever."""
+    stand.server.send_member(ME, Unknown(server_epoch=SERVER, epoch=LIFE))
+    stand.server.flush()
+    stand.hear(Hello)
+    refused = Refused(server_epoch=SERVER, epoch=LIFE, reason="model='a': the others serve 'b'")
+    stand.server.send_member(ME, refused)
+    stand.server.flush()
+    assert stand.end() == EXIT_OPERATOR
 
 
 def test_a_dead_thread_is_told_to_the_server_and_ends_badly(stand: Stand) -> None:

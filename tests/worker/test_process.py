@@ -51,7 +51,7 @@ from triptych.wire.messages import (
     Started,
     Stopped,
 )
-from triptych.worker.process import EXIT_OPERATOR
+from triptych.worker.lifecycle import EXIT_OPERATOR
 
 WAIT = 180.0
 """Seconds; generous, because a loaded machine may take most of a minute to import torch."""

@@ -71,6 +71,8 @@ class JobView(Record, frozen=True, kw_only=True):
     """Whether a client has it wait."""
     preview: bytes = b""
     """The latest picture of what is being denoised; empty before and after."""
+    ended_in: JobState | None = None
+    """Of an ended request: the state that it was in before."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -255,6 +257,7 @@ CountName: TypeAlias = Literal[
     "fingerprint_differs",
     "instance_draining",
     "instance_joined",
+    "instance_left",
     "instance_lost",
     "instance_quarantined",
     "instance_refused",

@@ -76,7 +76,7 @@ class Forecast:
         """
         groups: dict[frozenset[str], list[Role]] = {}
         for role in ROLES:
-            groups.setdefault(frozenset(self._ledger.serving[role]), []).append(role)
+            groups.setdefault(frozenset(self._ledger.roster.serving[role]), []).append(role)
         waits = [[self._wait(role, before=None) for role in roles] for roles in groups.values()]
         if any(seconds is None for group in waits for seconds in group):
             return None
@@ -84,7 +84,7 @@ class Forecast:
 
     def _wait(self, role: Role, *, before: int | None) -> float | None:
         """Seconds until the instances of ``role`` have done what was accepted earlier."""
-        sums, workers = self._fresh(), len(self._ledger.serving[role])
+        sums, workers = self._fresh(), len(self._ledger.roster.serving[role])
         if not workers or role in sums.unknown:
             return None
         index = len(sums.numbers) if before is None else bisect_left(sums.numbers, before)

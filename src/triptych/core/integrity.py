@@ -66,7 +66,7 @@ def _check_job(ledger: Ledger, job: Job) -> None:
 
 
 def _check_member(ledger: Ledger, member: Member) -> None:
-    id, hello, serving = member.id, member.hello, ledger.serving
+    id, hello, serving = member.id, member.hello, ledger.roster.serving
     assert ledger.members[id] is member
     assert member.free >= 0, f"instance {id} holds {len(member.grants)} leases in {hello.slots} slots"
     for lease, grant in member.grants.items():
@@ -87,5 +87,5 @@ def _check_member(ledger: Ledger, member: Member) -> None:
     for role in ROLES:
         serves = role in hello.roles and not member.draining
         assert (id in serving[role]) == serves, f"instance {id}: wrongly listed for {role}"
-        is_open = ledger.open[role].get(id) is member
+        is_open = ledger.roster.open[role].get(id) is member
         assert is_open == (serves and member.has_room(role)), f"instance {id}: open for {role} is {is_open}"

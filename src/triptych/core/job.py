@@ -8,6 +8,7 @@ from typing import Any
 
 from triptych.core.cost import Size, staged_bytes
 from triptych.core.events import JobState, JobView, StageTiming
+from triptych.core.health import Health
 from triptych.core.states import COUNTS_AS_RUNNING, COUNTS_AS_WAITING, transition
 from triptych.ids import ROLES, CopyId, Epoch, InstanceId, RequestId, Role
 from triptych.wire.manifest import Manifest
@@ -135,6 +136,17 @@ class Awaited:
     """When the waiting ends."""
 
 
+@dataclass(frozen=True, kw_only=True, slots=True, eq=False)
+class Accused:
+    """An instance that was blamed for a failure of a request."""
+
+    role: Role
+    instance: InstanceId
+    health: Health
+    sound: bool
+    """Nothing else was held against it, and it had shown that it can serve."""
+
+
 @dataclass(kw_only=True, slots=True, eq=False)
 class Job:
     """A live request."""
@@ -190,6 +202,8 @@ class Job:
     faults: list[Fault] = field(default_factory=list[Fault])
     avoid: set[InstanceId] = field(default_factory=set[InstanceId])
     """Instances that failed the present stage."""
+    accused: list[Accused] = field(default_factory=list["Accused"])
+    """Instances that were blamed for failing the present stage."""
     moved_from: InstanceId | None = None
     """The instance that a client had the present stage leave, unless it failed since: others are preferred."""
     timings: list[StageTiming] = field(default_factory=list[StageTiming])
@@ -314,6 +328,10 @@ class Job:
         )
         self.avoid.add(instance)
         self.moved_from = None
+        return self.failures(role)
+
+    def failures(self, role: Role) -> list[Fault]:
+        """What is booked of failed attempts of the stage of ``role``."""
         return [fault for fault in self.faults if fault.role is role]
 
     def acquit(self, epoch: Epoch) -> None:
@@ -329,7 +347,9 @@ class Job:
     def _saved(self, role: Role) -> int:
         return max((copy.step for copy in self.checkpoints()), default=0) if role is Role.DENOISER else 0
 
-    def view(self, now: float, position: int | None, error: ErrorInfo | None = None) -> JobView:
+    def view(
+        self, now: float, position: int | None, error: ErrorInfo | None = None, ended_in: JobState | None = None
+    ) -> JobView:
         """A snapshot for whoever watches the request."""
         waited, ran = self.clocks(now)
         return JobView(
@@ -346,4 +366,5 @@ class Job:
             resumed_from_step=self.resumed_from,
             paused=self.paused,
             preview=self.preview if self.state is JobState.DENOISING_RUNNING else b"",
+            ended_in=ended_in,
         )

@@ -33,6 +33,7 @@ from triptych.core.job import Copy, Grant, Job
 from triptych.core.members import Member
 from triptych.core.options import told
 from triptych.core.queues import StageQueue
+from triptych.core.roster import Roster
 from triptych.core.states import WAITING
 from triptych.core.verdict import verdict
 from triptych.ids import ROLES, CopyId, Epoch, InstanceId, RequestId, Role
@@ -52,18 +53,13 @@ class Ledger:
         self.jobs: dict[RequestId, Job] = {}
         self.awaiting: dict[RequestId, Job] = {}
         """Requests of which instances may bring something back."""
-        self.members: dict[InstanceId, Member] = {}
+        self.roster = Roster()
+        self.members = self.roster.members
         self.queues: dict[Role, StageQueue] = {role: StageQueue() for role in ROLES}
-        self.serving: dict[Role, dict[InstanceId, Member]] = {role: {} for role in ROLES}
-        self.open: dict[Role, dict[InstanceId, Member]] = {role: {} for role in ROLES}
-        """Instances that have room for a stage of a role."""
         self.job_deadlines: Deadlines[RequestId] = Deadlines()
         self.member_deadlines: Deadlines[InstanceId] = Deadlines()
-        self.last_lost: dict[Role, str] = {}
-        """How each role last lost an instance."""
         self.records = Records()
         self._accepted = 0
-        self._joined = 0
 
     # -- what goes out ------------------------------------------------------------------------------------------
 
@@ -227,10 +223,11 @@ class Ledger:
             del self.awaiting[job.request]
             job.awaited = None
         self.release(list(job.copies.values()))
+        before = job.state
         job.move(state, self.now)
         self.job_deadlines.discard(job.request)
         del self.jobs[job.request]
-        self.out.append(Update(view=job.view(self.now, None, error)))
+        self.out.append(Update(view=job.view(self.now, None, error, before)))
 
     def decode_again(self, job: Job, instance: InstanceId | None, reason: str) -> None:
         """The files of a request are neither stored nor with a decoder any more; what they are made from is kept."""
@@ -258,7 +255,7 @@ class Ledger:
         job.grant = member.grants[lease] = Grant(
             lease=lease, instance=member.id, granted=self.now, job=job, resume=resume
         )
-        self.refresh(member)
+        self.roster.refresh(member)
         self.granted(job, member, lease)
         self.send(
             member,
@@ -288,7 +285,7 @@ class Ledger:
         """Give the slot of an ended lease back."""
         member = self.members[grant.instance]
         del member.grants[grant.lease]
-        self.refresh(member)
+        self.roster.refresh(member)
 
     def revoke(self, grant: Grant) -> None:
         """Have a lease stopped; its slot stays taken until the instance says so."""
@@ -334,14 +331,14 @@ class Ledger:
         del copy.job.copies[copy.manifest.copy]
         member = self.members[copy.instance]
         member.drop(copy)
-        self.refresh(member)
+        self.roster.refresh(member)
 
     def keep(self, copy: Copy) -> None:
         """Enter a copy into both books."""
         copy.job.copies[copy.manifest.copy] = copy
         member = self.members[copy.instance]
         member.keep(copy)
-        self.refresh(member)
+        self.roster.refresh(member)
 
     def lose_copies(self, copies: Iterable[Copy], reason: str) -> None:
         """Copies are gone from a member that lives: who has yet to read them goes back.
@@ -366,11 +363,8 @@ class Ledger:
 
     def join(self, member: Member) -> None:
         """Book a new life of an instance."""
-        self.members[member.id] = member
         member.health = self.records.join(member.id, member.epoch)
-        for role in member.hello.roles:
-            self.serving[role][member.id] = member
-        self.refresh(member)
+        self.roster.join(member)
 
     def blame(self, member: Member, request: RequestId, reason: str) -> None:
         """Book a request that failed through the fault of a member, as far as one can see."""
@@ -380,49 +374,19 @@ class Ledger:
             seconds = member.health.until - self.now
             self.count("instance_quarantined", f"for {seconds:g} s: {member.health.evidence}", member.id)
 
-    def withdraw(self, member: Member, reason: str) -> None:
-        """Give a member no more work from now on."""
-        member.draining = True
-        for role in member.hello.roles:
-            self.serving[role].pop(member.id, None)
-            self.last_lost[role] = f"{member.id}: {reason}"
-        self.refresh(member)
-
     def eligible(self, job: Job, role: Role) -> set[InstanceId]:
-        """Who may get a stage, with room for it now or later: whose pool can hold its output, and is to be trusted.
-
-        One in quarantine is, while there is no other.
-        """
-        needed = job.staged_bytes(self.schema, role)
-        large = {id: member for id, member in self.serving[role].items() if member.hello.pool_bytes >= needed}
-        return {id for id, member in large.items() if member.health.until <= self.now} or set(large)
-
-    def next_ordinal(self) -> int:
-        """Joining number for a new member."""
-        self._joined += 1
-        return self._joined
-
-    def refresh(self, member: Member) -> None:
-        """Keep the sets of open instances true after a change of slots or copies."""
-        for role in member.hello.roles:
-            if member.has_room(role):
-                self.open[role][member.id] = member
-            else:
-                self.open[role].pop(member.id, None)
+        """Who may get a stage of a request, see `Roster.eligible`."""
+        return self.roster.eligible(role, job.staged_bytes(self.schema, role), self.now)
 
     def lose(self, member: Member, reason: str, *, crashed: bool) -> None:
         """An instance is gone with its copies; its leases return to the queues.
 
         A crash is charged to what was being computed; to everything that it held, when no start had been heard of.
         """
-        del self.members[member.id]
-        for role in member.hello.roles:
-            self.serving[role].pop(member.id, None)
-            self.open[role].pop(member.id, None)
-            self.last_lost[role] = f"{member.id}: {reason}"
+        self.roster.remove(member, reason)
         self.member_deadlines.discard(member.id)
         self.out.append(Disconnect(instance=member.id, work_url=member.hello.work_url))
-        self.count("instance_lost", reason, member.id)
+        self.count("instance_lost" if crashed else "instance_left", reason, member.id)
         lost: dict[RequestId, Copy] = {}
         for copy in member.copies.values():
             del copy.job.copies[copy.manifest.copy]

@@ -86,6 +86,7 @@ class Membership:
             if reason := self._objection(message)[:_REASON]:
                 refused = Refused(server_epoch=ledger.server_epoch, epoch=message.epoch, reason=reason)
                 ledger.out.append(SendMember(instance=message.instance, message=refused))
+                ledger.roster.refuse(message, reason)
                 ledger.count("instance_refused", reason, message.instance)
                 return
             member = self._join(message)
@@ -122,7 +123,7 @@ class Membership:
         """What an instance's schema must equal, and what of its own. Only encoders must agree on defaults: theirs
         apply, and other roles are often started without them."""
         ledger = self._ledger
-        if Role.ENCODER in message.roles and ledger.serving[Role.ENCODER]:
+        if Role.ENCODER in message.roles and ledger.roster.serving[Role.ENCODER]:
             return None if ledger.schema is None else ledger.schema.with_options(()), message.schema.with_options(())
         known = ledger.schema or next((member.hello.schema for member in ledger.members.values()), None)
         return (None if known is None else _bare(known)), _bare(message.schema)
@@ -136,7 +137,7 @@ class Membership:
                 ledger.schema = own
         elif known is not None and not _bare(known).agrees(_bare(message.schema)):
             ledger.schema = None  # all who served that model are gone
-        prints = {m.hello.fingerprint for role in message.roles for m in ledger.serving[role].values()}
+        prints = {m.hello.fingerprint for role in message.roles for m in ledger.roster.serving[role].values()}
         if prints - {message.fingerprint}:
             detail = f"{message.fingerprint} beside {', '.join(sorted(prints))}: results may differ in the last bits"
             ledger.count("fingerprint_differs", detail, message.instance)
@@ -149,7 +150,7 @@ class Membership:
             id=message.instance,
             epoch=message.epoch,
             hello=message,
-            ordinal=ledger.next_ordinal(),
+            ordinal=ledger.roster.next_ordinal(),
             seen=ledger.now,
         )
         ledger.join(member)

@@ -74,7 +74,7 @@ class Preemption:
             return
         if not member.draining:
             ledger.count("instance_draining", f"leaves in {message.seconds:g} s at the latest", member.id)
-            ledger.withdraw(member, "asked to stop")
+            ledger.roster.withdraw(member, "asked to stop")
             for grant in list(member.grants.values()):
                 if grant.job is not None and grant.started is None and not grant.storing:
                     self._take_back(grant.job, grant, "its instance is leaving")

@@ -6,7 +6,7 @@ from typing import TypeAlias, assert_never
 
 from triptych.core.cost import Costs, size_of
 from triptych.core.events import JobState, StageDone, StageTiming, StoreFiles
-from triptych.core.job import Copy, Grant, Job, Storing
+from triptych.core.job import Accused, Copy, Grant, Job, Storing
 from triptych.core.ledger import Ledger
 from triptych.core.members import Member
 from triptych.core.safekeeping import Safekeeping
@@ -192,6 +192,7 @@ class Reports:
         ledger.move(job, FINISHED[role])
         ledger.update(job)
         job.avoid.clear()
+        job.accused.clear()
         job.moved_from = None
         ledger.line_up(job)
 
@@ -256,17 +257,39 @@ class Reports:
         if grant.resume is not None and grant.resume.manifest.copy in job.copies:
             # Whatever it failed of, the next attempt must not fail of the same checkpoint.
             ledger.release([grant.resume])
-        if not message.lost_copies and message.error.blame == "instance" and message.error.code != OutOfMemory.code:
-            ledger.blame(member, job.request, message.error.message)
+        blamed = (
+            not message.lost_copies and message.error.blame == "instance" and message.error.code != OutOfMemory.code
+        )
+        if blamed:
+            self._accuse(job, grant.lease.role, member, message.error.message)
         if grant.resume is not None and grant.resume.manifest.copy in message.lost_copies:
             ledger.requeue(job, grant, f"pull failed: {message.error.message}", charged=False)
         elif message.lost_copies:
             self._unpulled(job, grant, member, message)
-        elif message.error.retryable:
+        elif message.error.retryable or (blamed and self._another_opinion(job, grant)):
             ledger.requeue(job, grant, message.error.message, charged=True)
         else:
             job.grant = grant.job = None
             ledger.end(job, JobState.FAILED, message.error)
+
+    def _accuse(self, job: Job, role: Role, member: Member, reason: str) -> None:
+        """Blame a member, until another one that is sound has failed of the same stage: then it is the request."""
+        ledger, limit = self._ledger, self._ledger.config.quarantine_after
+        sound = member.health.sound(but=job.request)
+        ledger.blame(member, job.request, reason)
+        others = [accused for accused in job.accused if accused.role is role and accused.instance != member.id]
+        job.accused = [*others, Accused(role=role, instance=member.id, health=member.health, sound=sound)]
+        for one in job.accused:
+            if any(other.sound for other in job.accused if other is not one):
+                one.health.share(job.request, ledger.now, limit=limit)
+
+    def _another_opinion(self, job: Job, grant: Grant) -> bool:
+        """Whether a failure that would come again where it came is tried once on another instance: that tells whose
+        fault it is, and is all that a request needs which a broken instance has failed."""
+        ledger, role = self._ledger, grant.lease.role
+        if len(job.accused) > 1 or len(job.failures(role)) + 1 >= ledger.config.max_attempts:
+            return False
+        return bool(ledger.eligible(job, role) - job.avoid - {grant.instance})
 
     def _stopped(self, job: Job, grant: Grant, member: Member, message: Stopped) -> None:
         """A lease that was taken back, or that an instance which is leaving could not finish."""
@@ -309,7 +332,8 @@ class Reports:
             self._ledger.blame(receiver, job.request, f"pull failed: {reason}")
             return
         for victim in {id for copy in hopeless for id in copy.failed_at} & members.keys():
-            members[victim].health.pardon(job.request)
+            limit = self._ledger.config.quarantine_after
+            members[victim].health.pardon(job.request, self._ledger.now, limit=limit)
 
     def _note(self, job: Job, grant: Grant, message: Staged) -> None:
         waited, ran = job.clocks(self._ledger.now)

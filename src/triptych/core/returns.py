@@ -135,7 +135,7 @@ class Returns:
         )
         if job.awaited is not None:
             job.awaited.holder = None
-        ledger.refresh(member)
+        ledger.roster.refresh(member)
         ledger.granted(job, member, lease)
         if job.paused and lease.role is Role.DENOISER:  # nobody was there to tell the instance
             job.grant.suspending = True

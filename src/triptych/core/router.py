@@ -90,7 +90,8 @@ class Router:
         self._policy = POLICIES[config.dispatch_policy]
         self._last: dict[Role, int] = dict.fromkeys(ROLES, 0)
         """Ordinal of the instance that each role chose last."""
-        self._lanes = tuple((role, self._ledger.open[role], self._ledger.queues[role]) for role in _DISPATCH_ORDER)
+        room, queues = self._ledger.roster.open, self._ledger.queues
+        self._lanes = tuple((role, room[role], queues[role]) for role in _DISPATCH_ORDER)
         self._clocks_noted = 0.0
         self._started = False
 
@@ -176,7 +177,7 @@ class Router:
 
     def _dispatch(self, role: Role) -> None:
         ledger = self._ledger
-        queue, room = ledger.queues[role], ledger.open[role]
+        queue, room = ledger.queues[role], ledger.roster.open[role]
         aside: list[Job] = []
         while room and len(queue) and len(aside) < _ASIDE:
             job = queue.take()
@@ -198,7 +199,7 @@ class Router:
         """
         ledger = self._ledger
         eligible = ledger.eligible(job, role)
-        candidates = [member for member in ledger.open[role].values() if member.id in eligible]
+        candidates = [member for member in ledger.roster.open[role].values() if member.id in eligible]
         avoid = job.avoid if job.moved_from is None else job.avoid | {job.moved_from}
         if avoid:
             others = [member for member in candidates if member.id not in avoid]
@@ -243,6 +244,10 @@ class Router:
         """Seconds that a request which came now would wait in all; None when that is not known."""
         return self._forecast.wait()
 
+    def paused(self) -> dict[RequestId, JobState]:
+        """Live requests that wait until they are resumed, and their states."""
+        return {job.request: job.state for job in self._ledger.jobs.values() if job.paused}
+
     def views(self) -> tuple[JobView, ...]:
         """Snapshots of all live requests, in order of acceptance."""
         return tuple(self._ledger.view(job) for job in self._ledger.jobs.values())
@@ -266,10 +271,11 @@ class Router:
 
     def missing_roles(self) -> dict[Role, str]:
         """Roles that no live instance serves, each with the reason as far as it is known."""
-        lost = self._ledger.last_lost
-        return {
-            role: lost.get(role, "none has joined") for role, members in self._ledger.serving.items() if not members
-        }
+        return self._ledger.roster.unserved()
+
+    def refused(self) -> dict[str, str]:
+        """Work ports of the instances that were refused lately and have not joined since, each with the reason."""
+        return dict(self._ledger.roster.refused)
 
     def check_integrity(self) -> None:
         """Raise AssertionError when the books do not add up. Walks over everything: for tests and idle times."""

@@ -95,9 +95,11 @@ class Safekeeping:
 
     def needs(self, member: Member) -> bool:
         """Whether requests would lose something if ``member`` were gone: work, outputs, or a checkpoint that is about
-        to be pulled."""
+        to be pulled. What a paused request has, and nobody else can keep, is not waited for: nothing says how long."""
         return any(grant.job is not None for grant in member.grants.values()) or any(
-            not copy.spare or copy.manifest.copy in copy.job.keeping or _being_pulled(copy.job.grant, copy)
+            not (copy.spare or copy.job.parked)
+            or copy.manifest.copy in copy.job.keeping
+            or _being_pulled(copy.job.grant, copy)
             for copy in member.copies.values()
         )
 

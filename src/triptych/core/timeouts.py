@@ -27,11 +27,12 @@ def _error(ledger: Ledger, job: Job) -> ErrorInfo:
         )
         return ErrorInfo(code="run_timeout", message=message, blame="instance")
     message = f"queue timeout: {waited:.1f} s of waiting were used up (limit {job.queue_timeout:g} s) in {job.state}"
-    if not ledger.serving[job.role]:
-        reason = ledger.last_lost.get(job.role)
+    serving = ledger.roster.serving[job.role]
+    if not serving:
+        reason = ledger.roster.last_lost.get(job.role)
         message += f"; no live {job.role} instance: " + (f"the last one was {reason}" if reason else "none has joined")
         return ErrorInfo(code="queue_timeout", message=message, blame="operator")
-    largest = max(member.hello.pool_bytes for member in ledger.serving[job.role].values())
+    largest = max(member.hello.pool_bytes for member in serving.values())
     needed = job.staged_bytes(ledger.schema, job.role)
     if needed > largest:
         message += f"; its output takes {needed} bytes, the largest transfer pool of the live {job.role}s has {largest}"
@@ -40,5 +41,5 @@ def _error(ledger: Ledger, job: Job) -> ErrorInfo:
         message += f"; leased to {job.grant.instance}, which has not started it"
     else:
         before = ledger.queues[job.role].position(job)
-        message += f"; {len(ledger.serving[job.role])} {job.role} instance(s) live, {before} request(s) before this one"
+        message += f"; {len(serving)} {job.role} instance(s) live, {before} request(s) before this one"
     return ErrorInfo(code="queue_timeout", message=message, blame="us")

@@ -34,6 +34,11 @@ class Remembered:
 class Archive(Protocol):
     """Where accepted jobs are written down."""
 
+    @property
+    def trouble(self) -> str:
+        """Why no job can be accepted at the moment; empty when they can."""
+        ...
+
     def open(self) -> list[Remembered]:
         """The jobs of earlier lives in order of acceptance. Blocking. Raises `ConfigError` or `StorageFailed`."""
         ...
@@ -75,6 +80,8 @@ class Archive(Protocol):
 class NoArchive:
     """Keeps nothing: the jobs of this server end with it."""
 
+    trouble = ""
+
     def open(self) -> list[Remembered]:
         """Nothing."""
         return []
@@ -111,6 +118,11 @@ class DiskArchive:
     def __init__(self, folder: Path) -> None:
         self._journal = Journal(folder)
         self._uploads = Uploads(folder / "images")
+
+    @property
+    def trouble(self) -> str:
+        """See `Archive.trouble`."""
+        return "" if self._journal.trouble is None else self._journal.trouble.message
 
     def open(self) -> list[Remembered]:
         """See `Archive.open`."""

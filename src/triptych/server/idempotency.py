@@ -30,6 +30,8 @@ class IdempotencyKey:
     digest: str
     owner: str = ""
     """Whose key it is: the same word of another client is another key."""
+    part: int = 0
+    """Which of the jobs that one request makes."""
 
     def __post_init__(self) -> None:
         if not 0 < len(self.value) <= LONGEST_KEY or not self.value.isprintable():
@@ -39,7 +41,8 @@ class IdempotencyKey:
     @property
     def name(self) -> str:
         """What is remembered of the key: a client may have put a secret into it."""
-        return hashlib.sha256(f"{self.owner}\0{self.value}".encode()).hexdigest()[:32]
+        part = f"\0{self.part}" if self.part else ""  # a key has no NUL: it is printable
+        return hashlib.sha256(f"{self.owner}\0{self.value}{part}".encode()).hexdigest()[:32]
 
 
 @dataclass(frozen=True, slots=True)

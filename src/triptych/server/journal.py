@@ -4,7 +4,8 @@ Theory of operation. The loop never touches the database. It hands over acceptan
 which it does not. The writer takes all that has come, and commits it as one transaction that is on the disk when it
 returns (WAL, synchronous=FULL); what arrives meanwhile is the next one. So one flush of the disk serves everybody who
 waited for it. Notes of one request replace each other before they are written. Those that could not be written are
-kept and tried again; an acceptance that could not be written is refused, and nothing of it stays.
+kept and tried again; an acceptance that could not be written is refused, and nothing of it stays. Nor is anything
+written while the files are not those that were opened: whoever reads the folder next would not find it.
 """
 
 from __future__ import annotations
@@ -44,7 +45,7 @@ VERSION = 1
 GATHER_SECONDS = 0.005
 """How long notes that nobody waits for are gathered."""
 RETRY_SECONDS = 1.0
-"""Between attempts to write notes that could not be written."""
+"""Between attempts to write notes that could not be written, and between looks whether the files are still there."""
 
 _SCHEMA = """
 CREATE TABLE IF NOT EXISTS entries (
@@ -56,6 +57,8 @@ _INSERT = "INSERT OR REPLACE INTO entries VALUES (?, ?, ?, ?)"
 _TRIM = f"DELETE FROM entries WHERE request = ? AND slot >= {TRANSIENT_SLOT}"
 _DISPLACE = "DELETE FROM entries WHERE request = ? AND slot = ?"
 _PURGE = "DELETE FROM entries WHERE request = ?"
+_PROBE = f"PRAGMA user_version = {VERSION}"
+"""Writes a page also when it changes nothing."""
 _ORPHANS = "DELETE FROM entries WHERE request NOT IN (SELECT request FROM entries WHERE slot = 0)"
 
 NAME = "journal.sqlite3"
@@ -133,7 +136,11 @@ class Journal:
         # No SimpleQueue, which is waited on for a while: before Python 3.13 its get never ends when the timeout passes
         # before it begins to wait.
         self._inbox: queue.Queue[_Row | _Purge | _Wait | _Close] = queue.Queue()
+        self.trouble: TriptychError | None = None
+        """Why the journal cannot be written at the moment."""
         self._number = 0
+        self._opened: dict[Path, tuple[int, int]] = {}
+        """Device and inode of each file that must stay where it was."""
         self._database: sqlite3.Connection | None = None
         self._lock = -1
         self._thread: threading.Thread | None = None
@@ -161,8 +168,11 @@ class Journal:
         try:
             database = sqlite3.connect(path, isolation_level=None, check_same_thread=False)
             self._database = database
-            return self._read(database, path)
-        except (sqlite3.Error, msgspec.MsgspecError) as error:
+            entries = self._read(database, path)
+            files = (self._folder / name for name in ("lock", NAME, f"{NAME}-wal"))
+            self._opened = {file: _identity(file) for file in files if file.exists()}
+            return entries
+        except (OSError, sqlite3.Error, msgspec.MsgspecError) as error:
             raise StorageFailed("the journal cannot be read", detail=f"{path}: {error}") from error
 
     def _read(self, database: sqlite3.Connection, path: Path) -> list[JournalEntry]:
@@ -173,7 +183,7 @@ class Journal:
         if version not in (0, VERSION):
             raise ConfigError(f"{path} has layout {version}; this server reads {VERSION}: give another --state-dir")
         database.execute(_SCHEMA)
-        database.execute(f"PRAGMA user_version = {VERSION}")
+        database.execute(_PROBE)
         database.execute(_ORPHANS)
         rows = database.execute("SELECT number, body FROM entries ORDER BY number").fetchall()
         self._number = rows[-1][0] + 1 if rows else 0
@@ -230,7 +240,7 @@ class Journal:
         while going:
             waits, going = self._gather(notes)
             rows = [wait.row for wait in waits if wait.row is not None]
-            error = self._commit(notes, rows)
+            error = self._write(notes, rows)
             if error is None:
                 notes = _Notes()
             elif not going:
@@ -239,10 +249,10 @@ class Journal:
                 self._answer([wait.future for wait in waits], error)
 
     def _gather(self, notes: _Notes) -> tuple[list[_Wait], bool]:
-        """Take what has come, and wait for something when there is nothing to do; False when it was the last."""
+        """Take what has come, and wait a while when there is nothing to do; False when it was the last."""
         waits: list[_Wait] = []
         try:
-            item = self._inbox.get(timeout=RETRY_SECONDS if notes else None)
+            item = self._inbox.get(timeout=RETRY_SECONDS)
         except queue.Empty:
             return waits, True
         gathered = False
@@ -268,6 +278,34 @@ class Journal:
                 except queue.Empty:
                     return waits, True
 
+    def _write(self, notes: _Notes, accepted: Sequence[_Row]) -> TriptychError | None:
+        """Commit what there is. Also says whether that could be done, or could be if there were something."""
+        before = self.trouble
+        error = self._missing()
+        if error is None and (notes or accepted or before is not None):
+            error = self._commit(notes, accepted)
+        self.trouble = error
+        if error is not None and (before is None or str(before) != str(error)):
+            log.error("%s", error)
+        elif error is None and before is not None:
+            log.info("the journal in %s can be written again", self._folder)
+        return error
+
+    def _missing(self) -> StorageFailed | None:
+        """That the files are not where they were: a new server would not find in them what is written now."""
+        for path, identity in self._opened.items():
+            try:
+                if _identity(path) == identity:
+                    continue
+                what = f"{path} is another file than the one that was opened"
+            except OSError as error:
+                what = str(error)
+            return StorageFailed(
+                "the state folder was taken away or replaced",
+                detail=f"{what}; put it back, or start the server anew",
+            )
+        return None
+
     def _commit(self, notes: _Notes, accepted: Sequence[_Row]) -> TriptychError | None:
         database, number = self._database, self._number
         assert database is not None
@@ -277,12 +315,13 @@ class Journal:
             database.executemany(_PURGE, [(request,) for request in notes.purges])
             database.executemany(_DISPLACE, list(notes.displaced))
             database.executemany(_TRIM, [(request,) for request in notes.trims])
+            if self.trouble is not None:
+                database.execute(_PROBE)
             database.executemany(_INSERT, [(r.request, r.slot, number + i, r.body) for i, r in enumerate(rows)])
             database.execute("COMMIT")
         except sqlite3.Error as error:
             if database.in_transaction:
                 database.rollback()
-            log.error("the journal in %s could not be written: %s", self._folder, error)
             return self._explain(error)
         self._number = number + len(rows)
         return None
@@ -295,6 +334,11 @@ class Journal:
     def _answer(self, futures: Sequence[asyncio.Future[None]], error: TriptychError | None) -> None:
         assert self._loop is not None
         self._loop.call_soon_threadsafe(_settle, futures, error)
+
+
+def _identity(path: Path) -> tuple[int, int]:
+    found = path.stat()
+    return found.st_dev, found.st_ino
 
 
 def _row(entry: JournalEntry) -> _Row:

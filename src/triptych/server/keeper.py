@@ -14,7 +14,7 @@ from typing import Any, ParamSpec, TypeVar
 from triptych.config import ServerConfig
 from triptych.core.events import JobState, JobView
 from triptych.core.journal import Accepted, Deleting, Finish, JournalEntry, Stored
-from triptych.errors import StorageFailed
+from triptych.errors import StorageFailed, StorageFull
 from triptych.ids import RequestId
 from triptych.server.acceptance import Order, entry_of, note_of, revive
 from triptych.server.archive import Archive, DiskArchive, NoArchive, Remembered
@@ -22,6 +22,7 @@ from triptych.server.disposal import Disposal
 from triptych.server.idempotency import IdempotencyKey, Keys
 from triptych.server.media_remote import RemoteMedia
 from triptych.server.media_store import LocalMedia, MediaStore
+from triptych.server.readiness import StorageState
 from triptych.server.records import Entry, IdMint, Records, StoredFile
 from triptych.server.saved import SavedFiles
 from triptych.wire.messages import MediaFile
@@ -33,6 +34,8 @@ STORE_THREADS = 4
 READ_THREADS = 16
 """Media files brought from a remote store, or looked for there, at the same time, by threads of their own: a store that
 hangs stops who asks for its files, and nobody else."""
+LOOK_SECONDS = 10.0
+"""Within which the media store should say how it is."""
 READ_SECONDS = 600.0
 """How long bringing a file may take."""
 
@@ -57,6 +60,8 @@ class Keeper:
         self.saved = SavedFiles(self.records, config.output_dir, config.state_dir, self.note, self.fetch)
         self.keys = Keys()
         self._storing: set[RequestId] = set()
+        self._media_trouble = ""
+        self._looking_since: float | None = None
         self._disposal = Disposal(
             lambda files: self.in_thread(self._media.remove, files), self._archive.forget, time.monotonic
         )
@@ -226,6 +231,35 @@ class Keeper:
             self.spawn(self._disposal.retry())
         if self._config.retained_seconds is not None:
             self.records.expire(time.time() - self._config.retained_seconds)
+
+    def look(self) -> None:
+        """See whether files can be stored, aside and one look at a time; about once a second."""
+        if self._looking_since is None:
+            self._looking_since = time.monotonic()
+            self.spawn(self._look())
+
+    async def _look(self) -> None:
+        try:
+            await self.in_thread(self._media.look)
+            self._media_trouble = ""
+        except (StorageFull, StorageFailed) as error:
+            if error.message != self._media_trouble:
+                log.error("files cannot be stored: %s", error)
+            self._media_trouble = error.message
+        finally:
+            self._looking_since = None
+
+    def state(self) -> StorageState:
+        """What keeps jobs or files from being kept at the moment."""
+        media, room = self._media_trouble, True
+        try:
+            self._media.check_room()
+        except StorageFull as error:
+            media, room = error.message, False
+        if self._looking_since is not None and (since := time.monotonic() - self._looking_since) > LOOK_SECONDS:
+            media = f"no answer for {since:.0f} seconds"
+        journal = self._archive.trouble
+        return StorageState(journal=journal, media=media, refusing=bool(journal) or not room)
 
     def note(self, entry: JournalEntry) -> None:
         """Write down what became of a job, soon."""

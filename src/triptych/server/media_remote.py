@@ -46,6 +46,8 @@ class RemoteMedia:
         self._cached: OrderedDict[str, int] = OrderedDict()
         """File name to its size, the latest used last."""
         self._lock = threading.Lock()
+        self._failed = False
+        """Whether the last file could not be brought to the store."""
         self._system: Any = None
         self._root = ""
 
@@ -61,6 +63,16 @@ class RemoteMedia:
                 f"--media-store {without_secrets(self._url)}: {without_secrets(str(error), self._url)}; "
                 "stores need extra packages, e.g. pip install 'triptych[s3]'"
             ) from None
+        self._probe()
+
+    def look(self) -> None:
+        """See `MediaStore.look`. The store itself is asked only after a failure: every question costs."""
+        self._local.look()
+        if self._failed:
+            self._probe()
+            self._failed = False
+
+    def _probe(self) -> None:
         probe = f"{self._root}/.triptych-probe"
         self._remotely("cannot be written", lambda: self._system.makedirs(self._root, exist_ok=True))
         self._remotely("cannot be written", lambda: self._system.pipe_file(probe, b"probe"))
@@ -91,6 +103,7 @@ class RemoteMedia:
             for file in stored:
                 self._upload(file)
         except BaseException:
+            self._failed = True
             self._local.remove(stored)
             for file in stored:
                 with suppress(StorageFailed):

@@ -28,6 +28,7 @@ _REQUEST = re.compile(r"(video|image)_[0-9a-f]{32}")
 STORE_NAME = re.compile(r"(?:video|image)_[0-9a-f]{32}(?:-\d+)?\.[a-z0-9]{1,8}")
 """Names of files in a store."""
 _PART = ".part"
+_PROBE = f".triptych-probe{_PART}"
 
 
 class MediaStore(Protocol):
@@ -35,6 +36,11 @@ class MediaStore(Protocol):
 
     def open(self) -> None:
         """Make ready, and clear away what a killed server left half written. Raises `StorageFailed`."""
+        ...
+
+    def look(self) -> None:
+        """Raise `StorageFull` or `StorageFailed` when files could not be stored at the moment, as far as one can tell.
+        What is missing is made again where `open` would make it."""
         ...
 
     def check_room(self) -> None:
@@ -69,20 +75,51 @@ class LocalMedia:
         self.root = root
         self._wanted = 0
         """Bytes that there was no room for at the last failure; 0 when nothing failed."""
+        self._failed = False
+        """Whether the last file could not be written."""
 
     def open(self) -> None:
-        """Make the folder, and clear away what a killed server left half written. Raises `StorageFailed`."""
+        """Make the folder, clear away what a killed server left half written, and try that files can be written.
+        Raises `StorageFailed`."""
         try:
             make_folder(self.root)
             for part in self.root.glob(f".*{_PART}"):
                 part.unlink(missing_ok=True)
+            self._probe()
         except OSError as error:
             raise StorageFailed("the output folder cannot be used", detail=f"{self.root}: {error}") from error
+
+    def look(self) -> None:
+        """See `MediaStore.look`."""
+        self.check_room()
+        try:
+            if self._failed or not os.access(self.root, os.W_OK | os.X_OK):
+                make_folder(self.root)
+                self._probe()
+                self._failed = False
+        except OSError as error:
+            raise StorageFailed("the output folder cannot be written", detail=f"{self.root}: {error}") from error
+
+    def _probe(self) -> None:
+        """Raise `OSError` when no file can be made. A disk that is full is none of that: it will have room again."""
+        probe = self.root / _PROBE
+        try:
+            self._write(probe, b"probe")
+        except OSError as error:
+            if error.errno not in NO_ROOM:
+                raise
+        finally:
+            with suppress(OSError):
+                probe.unlink(missing_ok=True)
 
     def check_room(self) -> None:
         """Raise `StorageFull` while the bytes that did not fit the last time still would not."""
         if self._wanted:
-            if shutil.disk_usage(self.root).free < self._wanted:
+            try:
+                free = shutil.disk_usage(self.root).free
+            except OSError:  # the folder is gone: who stores will say so
+                free = self._wanted
+            if free < self._wanted:
                 raise StorageFull("no room for finished media", detail=f"free some space in {self.root}")
             self._wanted = 0
 
@@ -138,6 +175,7 @@ class LocalMedia:
             if error.errno in NO_ROOM:
                 self._wanted = len(data)
                 raise StorageFull(f"no room for {path.name} ({len(data)} bytes)", detail=str(self.root)) from error
+            self._failed = True
             raise StorageFailed(f"{path.name} cannot be written", detail=str(error)) from error
         return StoredFile(
             name=path.name,
@@ -156,6 +194,7 @@ class LocalMedia:
         try:
             sync_folder(self.root)
         except OSError as error:
+            self._failed = True
             raise StorageFailed("the output folder cannot be written", detail=f"{self.root}: {error}") from error
 
     @staticmethod

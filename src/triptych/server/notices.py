@@ -9,7 +9,7 @@ from collections import Counter
 from collections.abc import Callable
 from contextvars import ContextVar
 
-from triptych.core.events import Count, JobView
+from triptych.core.events import Count, CountName, JobView
 from triptych.ids import RequestId
 
 log = logging.getLogger(__name__)
@@ -18,6 +18,8 @@ PERIOD = 10.0
 """Seconds over which notices of one name are counted."""
 IN_FULL = 20
 """Notices of one name that are told in full in each period."""
+_GRAVE: frozenset[CountName] = frozenset({"books_wrong", "instance_quarantined", "instance_refused", "store_failed"})
+"""What an operator has to do something about."""
 _LONGEST = 500
 """Characters of a notice: ids and details come from peers."""
 
@@ -38,7 +40,7 @@ class Notices:
         """Tell of what the router counted."""
         if self._few(count.name):
             text = f"{count.name}: {count.detail} (instance {count.instance}, request {count.request})"
-            log.info("%s", _plain(text))
+            log.log(logging.WARNING if count.name in _GRAVE else logging.INFO, "%s", _plain(text))
 
     def accepted(self, request: RequestId) -> None:
         """Tell that a request was accepted, and by which call."""

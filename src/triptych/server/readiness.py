@@ -1,4 +1,5 @@
-"""Whether the server can serve: every role has a live instance, and every instance that was named has come once."""
+"""Whether the server can serve: every role has a live instance, every instance that was named has come once, and what
+is accepted and made can be kept."""
 
 from __future__ import annotations
 
@@ -24,12 +25,34 @@ LOOK_AGAIN_SECONDS = 5.0
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Readiness:
-    """The verdict; ``reasons`` name each role and address that is missing, and each instance that is in quarantine.
+    """The verdict; ``reasons`` name each role and address that is missing, each instance that is in quarantine, and
+    each store that fails.
 
     A server that is ready may have reasons too: what it misses, but can do without."""
 
     ready: bool
     reasons: tuple[str, ...]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class StorageState:
+    """What keeps jobs or files from being kept; empty texts when nothing does."""
+
+    journal: str
+    media: str
+    refusing: bool
+    """Whether every new request is refused for that. Else its work can be done, and is kept until the store is back."""
+
+    @property
+    def failing(self) -> dict[str, bool]:
+        """Whether each of them fails."""
+        return {"journal": bool(self.journal), "media": bool(self.media)}
+
+    def judge(self, pool: Readiness) -> Readiness:
+        """The verdict on the whole server. ``pool``: the one on its instances."""
+        said = {"no job can be accepted": self.journal, "files cannot be stored": self.media}
+        reasons = (f"{what}: {why}" for what, why in said.items() if why)
+        return Readiness(ready=pool.ready and not self.refusing, reasons=(*pool.reasons, *reasons))
 
 
 class LiveInstance(Protocol):
@@ -146,10 +169,13 @@ class Attendance:
         self._awaited = set(self._named)
         self._addresses = addresses
 
-    def judge(self, instances: Iterable[LiveInstance], missing: Mapping[Role, str]) -> Readiness:
-        """Readiness now. ``missing`` says of each role that nobody serves how that came, as far as it is known."""
+    def judge(
+        self, instances: Iterable[LiveInstance], missing: Mapping[Role, str], refused: Mapping[str, str]
+    ) -> Readiness:
+        """Readiness now. ``missing`` says of each role that nobody serves how that came, as far as it is known, and
+        ``refused`` of work ports why an instance there may not join."""
         live = tuple(instances)
-        absent = self._absent(live)
+        absent = self._absent(live, refused)
         if absent:
             self._addresses.doubt()
         self._awaited &= absent.keys()
@@ -162,7 +188,7 @@ class Attendance:
         doubts += _mixed(live)
         return Readiness(ready=not unserved and not self._awaited, reasons=(*unserved, *absent.values(), *doubts))
 
-    def _absent(self, live: Sequence[LiveInstance]) -> dict[tuple[Role, str], str]:
+    def _absent(self, live: Sequence[LiveInstance], refused: Mapping[str, str]) -> dict[tuple[Role, str], str]:
         """The named instances that are not there, each with what there is to say of it."""
         if not self._named:
             return {}
@@ -170,13 +196,19 @@ class Attendance:
         for instance in live:
             for point in self._addresses.points(instance.work_url):
                 at.setdefault(point, set()).update(instance.roles)
+        objections = {point: why for url, why in refused.items() for point in self._addresses.points(url)}
         absent: dict[tuple[Role, str], str] = {}
         for role, url in self._named:
-            there = set[Role]().union(*(at.get(point, ()) for point in self._addresses.points(url)))
+            points = self._addresses.points(url)
+            there = set[Role]().union(*(at.get(point, ()) for point in points))
             if role in there:
                 continue
             serves = ", ".join(served for served in ROLES if served in there)
-            why = f"serves {serves}, not {role}" if there else "has not registered or is gone"
+            objection = next((objections[point] for point in points if point in objections), None)
+            if there:
+                why = f"serves {serves}, not {role}"
+            else:
+                why = "has not registered or is gone" if objection is None else f"was refused: {objection}"
             absent[role, url] = f"{role} instance {url} (--{role}-urls) {why}"
         return absent
 

@@ -30,14 +30,15 @@ from triptych.core.journal import Paused
 from triptych.core.router import Router
 from triptych.core.states import TERMINAL
 from triptych.errors import NotMovable, NotReady
-from triptych.ids import ROLES, Epoch, InstanceId, RequestId, Role
+from triptych.ids import ROLES, Epoch, RequestId, Role
 from triptych.server.acceptance import Order
 from triptych.server.idempotency import IdempotencyKey
-from triptych.server.info import describe_pool, life_of
+from triptych.server.info import life_of
 from triptych.server.keeper import Keeper
 from triptych.server.metrics import Gauges, Metrics
 from triptych.server.notices import Notices
-from triptych.server.readiness import Addresses, Attendance, Readiness
+from triptych.server.pool import PoolView
+from triptych.server.readiness import Readiness
 from triptych.server.records import TASK_ID, Entry, JobRecord, OutputKind, StoredFile, turn
 from triptych.server.shell import Shell
 from triptych.transport.control.keys import load_keys
@@ -53,9 +54,6 @@ CLOSE_SECONDS = 3.0
 _JOURNAL_SECONDS = 1.0
 """Of them, for the last words of the journal."""
 
-KNOWN_INSTANCES = 256
-"""Instances, live or gone, whose up or down is shown in the metrics."""
-
 
 class DiffusionService:
     """One DiffusionServer without its HTTP door. All methods belong to the thread of the loop that ran `start`.
@@ -70,13 +68,10 @@ class DiffusionService:
         self._keeper = Keeper(config)
         self._records = self._keeper.records
         self.saved = self._keeper.saved
-        self._addresses = Addresses()
-        self._attendance = Attendance(config.instance_urls, self._addresses)
-        self._metrics = Metrics(self._gauges)
         self._router = Router(config.router, self._epoch, self._result_urls())
+        self._pool = PoolView(self._router, config.instance_urls)
+        self._metrics = Metrics(self._gauges)
         self._notices = Notices()
-        self._known: dict[InstanceId, None] = {}
-        self._resolving = False
         self._control: ServerControl | None = None
         self._shell: Shell | None = None
         self._closed = False
@@ -231,6 +226,10 @@ class DiffusionService:
         """How many remembered jobs are in each state."""
         return self._records.states
 
+    def paused(self) -> Mapping[RequestId, JobState]:
+        """Live jobs that are paused, and their states."""
+        return self._router.paused()
+
     async def wait(self, id: RequestId) -> JobRecord:
         """The job once it has ended; one that is deleted meanwhile ends as cancelled. Raises `NotFound`, and
         `NotReady` when the server stops before."""
@@ -327,7 +326,7 @@ class DiffusionService:
 
     def largest_pool(self, role: Role) -> int | None:
         """Bytes of the largest transfer pool of a role's instances; None while there is none."""
-        return max((i.pool_bytes for i in self._router.instances() if role in i.roles), default=None)
+        return self._pool.largest(role)
 
     def outlook(self, id: RequestId) -> Outlook:
         """When the job will start and end, as far as that is known."""
@@ -338,9 +337,9 @@ class DiffusionService:
         return self._router.predicted_wait()
 
     def readiness(self) -> Readiness:
-        """Whether every role has a live instance and every named instance has come once; reasons name what is missing,
-        also what can be done without."""
-        return self._attendance.judge(self._router.instances(), self._router.missing_roles())
+        """Whether every role has a live instance, every named instance has come once, and jobs can be written down;
+        reasons name what is missing, also what can be done without."""
+        return self._keeper.state().judge(self._pool.readiness())
 
     def info(self) -> dict[str, Any]:
         """Roles, instances, slots, queues and memory as plain JSON values, for people and dashboards."""
@@ -356,7 +355,7 @@ class DiffusionService:
             "requests": {state.value: count for state, count in self._records.states.items() if count},
             "dropped": {} if self._control is None else self._control.dropped,
         }
-        return about | describe_pool(self._router.instances(), self._router.queue_depths(), name)
+        return about | self._pool.describe(name)
 
     # -- called by the shell -----------------------------------------------------------------------------------
 
@@ -391,21 +390,15 @@ class DiffusionService:
 
     def ticked(self) -> None:
         """About once a second: see who is there and look up host names, count what was dropped, forget what expired,
-        audit the books."""
-        for instance in self._router.instances():
-            self._known.pop(instance.instance, None)
-            self._known[instance.instance] = None
-        while len(self._known) > KNOWN_INSTANCES:
-            del self._known[next(iter(self._known))]
+        see whether files can be stored, audit the books."""
         if self._control is not None:
             self._metrics.dropped = self._control.dropped
         self._keeper.expire()
+        self._keeper.look()
         self._audit()
         self._notices.flush()
-        self.readiness()  # who comes is seen also while nobody asks
-        if self._addresses.stale and not self._resolving:
-            self._resolving = True
-            self._keeper.spawn(self._resolve())
+        if self._pool.look():
+            self._keeper.spawn(self._pool.resolve())
 
     # -- inside ------------------------------------------------------------------------------------------------
 
@@ -422,11 +415,8 @@ class DiffusionService:
             except AssertionError as error:
                 self.counted(Count(name="books_wrong", detail=str(error)))
 
-    async def _resolve(self) -> None:
-        try:
-            await asyncio.to_thread(self._addresses.resolve)
-        finally:
-            self._resolving = False
+    def _gauges(self) -> Gauges:
+        return self._pool.gauges(self._records.states, self._keeper.state().failing)
 
     def _live_shell(self) -> Shell:
         if self._closed or self._shell is None:
@@ -435,16 +425,3 @@ class DiffusionService:
 
     def _result_urls(self) -> dict[Role, str]:
         return {role: tcp_url(self._config.host, self._config.result_port(role)) for role in ROLES}
-
-    def _gauges(self) -> Gauges:
-        instances = self._router.instances()
-        live = {instance.instance for instance in instances}
-        return Gauges(
-            states=self._records.states,
-            queues=self._router.queue_depths(),
-            slots_used={r: sum(len(i.leases) for i in instances if r in i.roles) for r in ROLES},
-            slots_free={r: sum(i.free_slots for i in instances if r in i.roles) for r in ROLES},
-            up={instance: instance in live for instance in (*self._known, *live)},
-            counts={instance.instance: instance.counts for instance in instances},
-            quarantined={i.instance: i.quarantined > 0 for i in instances},
-        )

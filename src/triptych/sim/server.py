@@ -39,8 +39,8 @@ from triptych.core.router import Router
 from triptych.core.states import TERMINAL, TRANSITIONS
 from triptych.ids import ROLES, Epoch, InstanceId, RequestId
 from triptych.sim.coverage import Fault
+from triptych.sim.instance import SimInstance
 from triptych.sim.network import SERVER, Message, Network
-from triptych.sim.worker import SimInstance
 from triptych.sim.world import Clock, World
 from triptych.wire.messages import ErrorInfo
 

@@ -21,10 +21,10 @@ from triptych.core.events import (
 )
 from triptych.ids import InstanceId, RequestId
 from triptych.sim.holders import Holders
+from triptych.sim.instance import SimInstance
 from triptych.sim.network import Message, Network
 from triptych.sim.plan import Plan
 from triptych.sim.server import SimServer
-from triptych.sim.worker import SimInstance
 from triptych.sim.world import Violation, World
 
 _LIMIT = 1500.0

@@ -1,44 +1,28 @@
-"""A modelled instance: the real instance machine over a worker whose pulls, stages and pool are made of delays."""
+"""A modelled worker: pulls, stages and a pool that are made of delays, for one life of an instance."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from functools import partial
-from typing import assert_never
 
-from triptych.core.events import Count, Received, Tick
-from triptych.core.instance import InstanceMachine
 from triptych.core.instance_events import (
-    Abort,
     CheckpointMade,
     ComputeStarted,
-    ConnectResults,
     CopiesDropped,
     CopyKept,
     Ended,
-    Forget,
-    FromServer,
-    Halt,
     InstanceEvent,
     KeepCopy,
     Pulled,
     PullFailed,
-    ReleaseCopies,
-    Report,
-    Say,
-    StartCompute,
     StartPull,
     Stepped,
-    Stop,
-    Suspend,
 )
 from triptych.ids import ROLES, CopyId, Epoch, InstanceId, Role
 from triptych.sim.coverage import Fault
-from triptych.sim.greeting import greeting
-from triptych.sim.holders import Holders
-from triptych.sim.network import SERVER, Message, Network
+from triptych.sim.network import Network
 from triptych.sim.pool import SimPool
-from triptych.sim.world import Clock, World
+from triptych.sim.world import World
 from triptych.wire.manifest import Manifest
 from triptych.wire.messages import (
     ErrorInfo,
@@ -54,66 +38,32 @@ from triptych.wire.messages import (
 )
 
 
-class SimInstance:
-    """One instance over all its lives. ``peers``: all instances by id, to pull from. ``to_server``: its way there."""
+class SimWorker:
+    """What one life of an instance computes and keeps.
+
+    ``kept``: whether the instance that made a copy still has it. ``feed``: tells the instance's machine, and says
+    whether the life goes on. ``later``: does something after so many seconds, if the life goes on then.
+    """
 
     def __init__(
         self,
         world: World,
         network: Network,
-        holders: Holders,
         instance: InstanceId,
-        roles: tuple[Role, ...],
-        peers: dict[InstanceId, SimInstance],
-        to_server: Callable[[Message], None],
+        epoch: Epoch,
+        *,
+        kept: Callable[[Manifest], bool],
+        feed: Callable[[InstanceEvent], bool],
+        later: Callable[[float, Callable[[], object]], None],
     ) -> None:
-        self.id = instance
-        self.roles = roles
         self._world = world
         self._network = network
-        self._holders = holders
-        self._peers = peers
-        self._to_server = to_server
-        self._clock = Clock(world)
-        self._lives = 0
-        self.alive = False
-        self._frozen_until = 0.0
-        self._back_in: float | None = None
-        self.start()
-
-    @property
-    def pool(self) -> dict[CopyId, Manifest]:
-        """The copies that it keeps."""
-        return self._pool.copies
-
-    @property
-    def awake(self) -> bool:
-        """Whether it lives and is not frozen."""
-        return self.alive and self._world.now >= self._frozen_until
-
-    @property
-    def leaving(self) -> bool:
-        """Whether it was asked to leave and the life after has not begun."""
-        return self._back_in is not None
-
-    # -- lives -------------------------------------------------------------------------------------------------------
-
-    def start(self) -> None:
-        """Begin a new life with nothing of the old one."""
-        if self.alive:
-            return
-        plan = self._world.plan
-        self._lives += 1
-        if self._lives > 1:
-            self._world.coverage.faults[Fault.RESTART] += 1
-        self._clock.reset()
-        self.epoch = Epoch(f"{self.id}/{self._lives}")
-        self.alive = True
-        self._back_in = None
-        self.machine = InstanceMachine(greeting(self.id, self.epoch, self.roles, plan))
-        self._pool = SimPool(self.id, self.epoch, plan.pool_bytes, plan.copy_bytes)
-        self.server_of: dict[Lease, Epoch | None] = {}
-        """The server life that each lease was begun under."""
+        self._id = instance
+        self._epoch = epoch
+        self._kept = kept
+        self._feed = feed
+        self._later = later
+        self.pool = SimPool(instance, epoch, world.plan.pool_bytes, world.plan.copy_bytes)
         self._inputs: dict[Lease, tuple[Manifest, ...]] = {}
         self._aborted: set[Lease] = set()
         self._resume: dict[Lease, Manifest] = {}
@@ -121,133 +71,14 @@ class SimInstance:
         self._to_keep: set[CopyId] = set()
         """Copies of others that are wanted here and not yet."""
         self._saved_at = 0.0
-        self._timer = float("inf")
-        self._leases: tuple[Lease, ...] = ()
-        """Those that the machine held when it was last looked at."""
         self._line: list[Lease] = []
         """Leases of the compute thread; the first one is being computed."""
-        self._feed(Tick())
-
-    def crash(self) -> None:
-        """End this life without a word."""
-        if self.alive:
-            self._world.strike(Fault.CRASH, self.id)
-            self._end_life()
-
-    def break_down(self) -> None:
-        """End this life over something inside it, which it still says."""
-        if self.alive:
-            self._world.strike(Fault.BREAKDOWN, self.id)
-            self._feed(Stop(reason="the compute thread died", failed=True))
-
-    def _end_life(self) -> None:
-        self.alive = False
-        self._leases = ()
-        self._holders.update(self.id, frozenset())
-
-    def leave(self, *, back_in: float | None = None) -> None:
-        """End this life in good order; ``back_in`` seconds after that the next one begins."""
-        if self.alive:
-            self._world.strike(Fault.DEPARTURE, self.id)
-            self._back_in = back_in
-            self._feed(Stop(reason="asked to stop", seconds=self._world.plan.drain_seconds))
-
-    def freeze(self, seconds: float) -> None:
-        """Neither hear nor say nor do anything for a while."""
-        self._world.strike(Fault.FREEZE, self.id, seconds)
-        self._frozen_until = max(self._frozen_until, self._world.now + seconds)
-
-    def jump(self, seconds: float) -> None:
-        """The clock goes ahead."""
-        self._world.strike(Fault.CLOCK_JUMP, self.id, seconds)
-        self._clock.jump(seconds)
-
-    def arrive(self, message: Message) -> None:
-        """A message has reached the process of whatever life."""
-        assert isinstance(message, FromServer)
-        if self.alive:
-            self._later(0.0, lambda: self._feed(message))
-
-    def _later(self, delay: float, action: Callable[[], object]) -> None:
-        """Do something in this life, unless it is over then; not while frozen."""
-        epoch = self.epoch
-
-        def act() -> None:
-            if not self.alive or self.epoch != epoch:
-                return
-            if self._world.now < self._frozen_until:
-                self._world.at(self._frozen_until, act)
-                return
-            action()
-
-        self._world.after(delay, act)
-
-    # -- the machine -------------------------------------------------------------------------------------------------
-
-    def _feed(self, event: InstanceEvent) -> None:
-        world = self._world
-        if not isinstance(event, Tick):
-            world.note(self.id, event)
-        for action in self.machine.handle(event, self._clock.now):
-            match action:
-                case Say(message=message) | Report(message=message):
-                    self._network.send(self.id, SERVER, Received(message=message), self._to_server)
-                case StartPull():
-                    self._start_pull(action)
-                case StartCompute(lease=lease):
-                    self.server_of.setdefault(lease, self.machine.server_epoch)
-                    self._line.append(lease)
-                    if len(self._line) == 1:
-                        self._begin()
-                case Abort(lease=lease):
-                    self._abort(lease)
-                case Suspend(lease=lease):
-                    self._suspend(lease)
-                case KeepCopy():
-                    self._to_keep.add(action.manifest.copy)
-                    self._later(world.around(0.02), partial(self._keep, action))
-                case ReleaseCopies(copies=copies):
-                    self._to_keep.difference_update(copies)
-                    for copy in copies:
-                        self._pool.release(copy)
-                case Forget() | ConnectResults() | Count():
-                    pass
-                case Halt(error=error):
-                    if error is not None:
-                        raise world.violation(f"{self.id} halted: {error}")
-                    self._end_life()
-                    if self._back_in is not None:
-                        world.after(self._back_in, self.start)
-                        self._back_in = None
-                case _:
-                    assert_never(action)
-        if self.alive:
-            self._note_leases()
-            self._set_timer()
-
-    def _note_leases(self) -> None:
-        leases = self.machine.leases
-        if leases != self._leases:
-            self._leases = leases
-            self._holders.update(self.id, frozenset((self.server_of.get(lease), lease) for lease in leases))
-
-    def _set_timer(self) -> None:
-        now = self._clock.now
-        when = self.machine.next_deadline(now)
-        if when < self._timer:
-            self._timer = when
-            self._later(max(1e-6, when - now), lambda: self._ring(when))
-
-    def _ring(self, when: float) -> None:
-        if self._timer == when:
-            self._timer = float("inf")
-            self._feed(Tick())
 
     # -- pulls -------------------------------------------------------------------------------------------------------
 
-    def _start_pull(self, action: StartPull) -> None:
+    def pull(self, action: StartPull) -> None:
+        """Begin to pull the inputs of a stage."""
         world, lease = self._world, action.lease
-        self.server_of[lease] = self.machine.server_epoch
         self._inputs[lease] = action.inputs
         self._check_inputs(lease, action.inputs)
         if action.resume is not None:
@@ -269,22 +100,33 @@ class SimInstance:
         if not fits or manifest.request != lease.request:
             raise self._world.violation(f"{lease} is to resume from {manifest}")
 
+    def keep(self, action: KeepCopy) -> None:
+        """Pull a copy to keep it, unless it is released before."""
+        self._to_keep.add(action.manifest.copy)
+        self._later(self._world.around(0.02), partial(self._keep, action))
+
+    def release(self, copies: Iterable[CopyId]) -> None:
+        """Free copies, and keep none of them that are yet to be pulled."""
+        for copy in copies:
+            self._to_keep.discard(copy)
+            self.pool.release(copy)
+
     def _keep(self, action: KeepCopy) -> None:
-        """Pull a copy to keep it, if it is still there and there is room."""
+        """The pull of a copy to keep has come to its end, well if it is still there and there is room."""
         manifest = action.manifest
         if manifest.copy not in self._to_keep:
             return
         self._to_keep.discard(manifest.copy)
         if self._reachable(manifest) and self._make_room(spare=action.spare):
-            mine = self._pool.put(manifest.request, manifest.tree, f"kept.{manifest.copy}", spare=action.spare)
+            mine = self.pool.put(manifest.request, manifest.tree, f"kept.{manifest.copy}", spare=action.spare)
             self._feed(CopyKept(copy=manifest.copy, manifest=mine))
 
     def _reachable(self, manifest: Manifest) -> bool:
-        world, peer = self._world, self._peers[manifest.producer]
-        there = peer.alive and peer.epoch == manifest.epoch and manifest.copy in peer.pool
-        if there and self._network.connected(self.id, peer.id) and not world.chance(world.plan.pull_failure):
+        world = self._world
+        connected = self._kept(manifest) and self._network.connected(self._id, manifest.producer)
+        if connected and not world.chance(world.plan.pull_failure):
             return True
-        world.strike(Fault.PULL_FAILED, self.id, manifest.copy)
+        world.strike(Fault.PULL_FAILED, self._id, manifest.copy)
         return False
 
     def _end_pull(self, lease: Lease) -> None:
@@ -300,6 +142,12 @@ class SimInstance:
         self._feed(Pulled(lease=lease, seconds=0.02, nbytes=100, plane="simulated"))
 
     # -- compute -----------------------------------------------------------------------------------------------------
+
+    def compute(self, lease: Lease) -> None:
+        """Compute a stage once those before it are done."""
+        self._line.append(lease)
+        if len(self._line) == 1:
+            self._begin()
 
     def _begin(self) -> None:
         world, lease = self._world, self._line[0]
@@ -334,15 +182,17 @@ class SimInstance:
         able = self._world.random.random() < self._world.plan.resumable
         if not able or not self._make_room(spare=True):
             return None
-        return self._pool.put(lease.request, f"checkpoint:{step}".encode(), f"{lease.attempt}@{step}", spare=True)
+        return self.pool.put(lease.request, f"checkpoint:{step}".encode(), f"{lease.attempt}@{step}", spare=True)
 
-    def _suspend(self, lease: Lease) -> None:
+    def suspend(self, lease: Lease) -> None:
+        """Stop a stage between two steps, with a checkpoint if it can have one."""
         self._suspended.add(lease)
         if lease in self._line[1:]:
             self._line.remove(lease)
             self._later(0.0, lambda: self._feed(Ended(outcome=self._stopped(lease))))
 
-    def _abort(self, lease: Lease) -> None:
+    def abort(self, lease: Lease) -> None:
+        """Stop a stage between two steps."""
         self._aborted.add(lease)
         if lease in self._line[1:]:
             self._line.remove(lease)
@@ -350,8 +200,7 @@ class SimInstance:
 
     def _end(self, outcome: Outcome) -> None:
         self._line.pop(0)
-        self._feed(Ended(outcome=outcome))
-        if self._line and self.alive:
+        if self._feed(Ended(outcome=outcome)) and self._line:
             self._begin()
 
     def _outcome(self, lease: Lease) -> Outcome:
@@ -360,14 +209,14 @@ class SimInstance:
             return self._stopped(lease)
         hopeless = world.chance(world.plan.hopeless)
         if hopeless or world.chance(world.plan.stage_failure):
-            world.strike(Fault.STAGE_HOPELESS if hopeless else Fault.STAGE_FAILED, self.id, lease)
+            world.strike(Fault.STAGE_HOPELESS if hopeless else Fault.STAGE_FAILED, self._id, lease)
             error = ErrorInfo(code="stage_failed", message="simulated", blame="instance", retryable=not hopeless)
-            return StageFailed(instance=self.id, epoch=self.epoch, server_epoch=None, lease=lease, error=error)
+            return StageFailed(instance=self._id, epoch=self._epoch, server_epoch=None, lease=lease, error=error)
         if lease.role is Role.DECODER:
             file = MediaFile(blob=0, mime="video/mp4", suffix=".mp4", width=8, height=8, frames=1, fps=8.0, checksum=0)
             return Finished(
-                instance=self.id,
-                epoch=self.epoch,
+                instance=self._id,
+                epoch=self._epoch,
                 server_epoch=None,
                 lease=lease,
                 files=(file,),
@@ -375,8 +224,8 @@ class SimInstance:
                 encode_seconds=0.0,
             )
         return Staged(
-            instance=self.id,
-            epoch=self.epoch,
+            instance=self._id,
+            epoch=self._epoch,
             server_epoch=None,
             lease=lease,
             outputs=tuple(self._stage(lease, consumer) for consumer in self._consumers(lease.role)),
@@ -391,15 +240,15 @@ class SimInstance:
     def _stage(self, lease: Lease, consumer: Role) -> Output:
         self._make_room(spare=False)
         name = f"{lease.role}.{lease.attempt}>{consumer}"
-        return Output(consumer=consumer, manifest=self._pool.put(lease.request, lease.role.encode(), name, spare=False))
+        return Output(consumer=consumer, manifest=self.pool.put(lease.request, lease.role.encode(), name, spare=False))
 
     def _make_room(self, *, spare: bool) -> bool:
         """Drop what yields; whether one more copy fits then."""
-        fits, dropped = self._pool.make_room(spare=spare)
+        fits, dropped = self.pool.make_room(spare=spare)
         for copy in dropped:
-            self._world.strike(Fault.POOL_FULL, self.id, copy)
+            self._world.strike(Fault.POOL_FULL, self._id, copy)
             self._later(0.0, partial(self._feed, CopiesDropped(copies=(copy,))))
         return fits
 
     def _stopped(self, lease: Lease) -> Stopped:
-        return Stopped(instance=self.id, epoch=self.epoch, server_epoch=None, lease=lease)
+        return Stopped(instance=self._id, epoch=self._epoch, server_epoch=None, lease=lease)

@@ -5,14 +5,12 @@ Between two steps it looks at what has come in and at who was cancelled, so noth
 
 from __future__ import annotations
 
+import itertools
 import logging
-import threading
 import time
 from collections import deque
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
 from queue import SimpleQueue
-from typing import Any
 
 import torch
 
@@ -48,6 +46,8 @@ from triptych.worker.jobs import (
     Ticket,
 )
 from triptych.worker.preview import PreviewThread
+from triptych.worker.running import Running
+from triptych.worker.saving import Saver
 from triptych.worker.threads import WorkerThread
 from triptych.worker.turnover import Turnover
 from triptych.worker.unwarmed import unwarmed
@@ -55,34 +55,12 @@ from triptych.worker.unwarmed import unwarmed
 log = logging.getLogger(__name__)
 
 
-@dataclass(kw_only=True, slots=True)
-class _Running:
-    """A stage in the making."""
-
-    ticket: Ticket
-    run: StageRun
-    params: Mapping[str, Any]
-    """Of the request."""
-    wanted: str | None
-    """Output format that it asked for."""
-    seconds: float
-    """Time spent on it so far, without the turns of others."""
-    step: int
-    saved_at: float
-    """When its last checkpoint was taken, or it began; seconds of `time.monotonic`."""
-    computes: Callable[[], None]
-    """To be called when the model itself begins to compute."""
-    streams: tuple[FrameStream, ...] = ()
-    """Where its frames go, once the first is there."""
-    saving: threading.Event | None = None
-    """Set once its last checkpoint is staged."""
-
-
 class ComputeThread(WorkerThread[ComputeJob]):
     """Runs stages of one pipeline on one device.
 
     ``load`` brings the pipeline into memory, in this thread. A finished stage goes on to ``stage`` (state for the
-    next role) or ``encode`` (clips). ``max_running`` stages interleave. Every ``checkpoint_interval`` seconds (0:
+    next role) or ``encode`` (clips). ``max_running`` stages interleave; where they share forwards, as
+    many at once as pay off. Every ``checkpoint_interval`` seconds (0:
     never) a denoising stage that can gives a checkpoint to ``stage``. What compiles during a step shows in ``tally``,
     and in the log with what the request has that is not among the shapes ``warmed``.
     """
@@ -105,7 +83,7 @@ class ComputeThread(WorkerThread[ComputeJob]):
         super().__init__("compute", post, device)
         self._load = load
         self._max_running = max_running
-        self._checkpoint_interval = checkpoint_interval
+        self._saver = Saver(checkpoint_interval, self._device, stage)
         self._tally = tally
         self._warmed = warmed
         self._stepping: Callable[[], str] | None = None
@@ -116,7 +94,8 @@ class ComputeThread(WorkerThread[ComputeJob]):
         self._encode = encode
         self._show = show
         self._waiting: deque[ComputeJob] = deque()
-        self._running: deque[_Running] = deque()
+        self._running: deque[Running] = deque()
+        self._numbers = itertools.count()
         self._turnover = Turnover(tally)
         self._in_flight: SimpleQueue[torch.cuda.Event] = SimpleQueue()
 
@@ -135,6 +114,7 @@ class ComputeThread(WorkerThread[ComputeJob]):
         )
         while self._take_jobs():
             self._drop_cancelled()
+            self._running = deque(running for running in self._running if not self._stops(running))
             while self._waiting and len(self._running) < self._max_running:
                 self._begin(pipeline, self._waiting.popleft())
             if self._running:
@@ -174,7 +154,8 @@ class ComputeThread(WorkerThread[ComputeJob]):
         except Exception as error:
             self._refuse(job.ticket, error)
             return
-        running = _Running(
+        running = Running(
+            number=next(self._numbers),
             ticket=job.ticket,
             run=run,
             params=job.params,
@@ -191,7 +172,7 @@ class ComputeThread(WorkerThread[ComputeJob]):
             running.computes = _nothing
         self._running.appendleft(running)
 
-    def _stream(self, running: _Running, clips: tuple[Clip, ...]) -> None:
+    def _stream(self, running: Running, clips: tuple[Clip, ...]) -> None:
         """Frames of a stage come while it goes on: from now on its lease is in the hands of whoever writes the file."""
         running.streams = tuple(clip.frames for clip in clips if isinstance(clip.frames, FrameStream))
         self._encode(MediaJob(ticket=running.ticket, clips=clips, wanted=running.wanted))
@@ -202,21 +183,21 @@ class ComputeThread(WorkerThread[ComputeJob]):
         for tensor in (t for p in payloads for t in p.tensors if t.is_cuda):
             tensor.record_stream(torch.cuda.current_stream(self._device))
 
-    def _next(self, pipeline: RolePipeline) -> list[_Running]:
-        """The stage whose turn it is, with all others that can share it."""
-        first = self._running.popleft()
+    def _next(self, pipeline: RolePipeline) -> list[Running]:
+        """The stage whose turn it is, or those that share forwards and of which it is one."""
+        first = self._running[0]
         role = first.ticket.lease.role
         if role is Role.DECODER or not isinstance(pipeline, Together) or not pipeline.joins:
-            return [first]
-        others = [running for running in self._running if running.ticket.lease.role is role]
-        self._running = deque(running for running in self._running if running not in others)
-        return [first, *others]
+            return [self._running.popleft()]
+        alike = sorted((r for r in self._running if r.ticket.lease.role is role), key=lambda running: running.number)
+        who = pipeline.companions([running.run for running in alike], alike.index(first))
+        group, late = [alike[index] for index in who.advance], [alike[index] for index in who.wait]
+        others = [running for running in self._running if running not in group and running not in late]
+        self._running = deque((*others, *late))  # kinds of stages take turns, whoever waits in them
+        return group
 
-    def _turn(self, pipeline: RolePipeline, group: list[_Running]) -> None:
+    def _turn(self, pipeline: RolePipeline, group: list[Running]) -> None:
         """Advance stages to their next step boundary, at once if there are several."""
-        group = [running for running in group if not self._stops(running)]
-        if not group:
-            return
         for running in group:
             running.computes()
             running.computes = _nothing
@@ -242,7 +223,7 @@ class ComputeThread(WorkerThread[ComputeJob]):
         if told is not None:
             log.warning("compiling, which may take minutes in which nothing else is computed: %s", told())
 
-    def _stops(self, running: _Running) -> bool:
+    def _stops(self, running: Running) -> bool:
         """Stop a stage that was asked to; whether it was."""
         ticket = running.ticket
         if ticket.cancelled.is_set():
@@ -250,11 +231,14 @@ class ComputeThread(WorkerThread[ComputeJob]):
             self._post(Ended(outcome=stopped(self._identity, ticket.lease)))
             return True
         if ticket.suspended.is_set():
-            self._suspend(running)
+            saved = self._saver.save_last(running)
+            running.run.cancel()
+            if not saved:
+                self._post(Ended(outcome=stopped(self._identity, ticket.lease)))
             return True
         return False
 
-    def _advance(self, pipeline: RolePipeline, group: list[_Running]) -> list[StageResult | Exception | None]:
+    def _advance(self, pipeline: RolePipeline, group: list[Running]) -> list[StageResult | Exception | None]:
         """What one step of each gave or raised."""
         results: list[StageResult | Exception | None]
         try:
@@ -268,7 +252,7 @@ class ComputeThread(WorkerThread[ComputeJob]):
             return [error] * len(group)
         return results
 
-    def _advanced(self, running: _Running, result: StageResult | Exception | None) -> None:
+    def _advanced(self, running: Running, result: StageResult | Exception | None) -> None:
         """Report what a step gave, and go on or hand on."""
         ticket = running.ticket
         if result is not None:
@@ -287,11 +271,11 @@ class ComputeThread(WorkerThread[ComputeJob]):
             self._preview(running)
         if result is None:
             self._running.append(running)
-            self._save_if_due(running)
+            self._saver.save_if_due(running)
         else:
             self._hand_on(running, result)
 
-    def _preview(self, running: _Running) -> None:
+    def _preview(self, running: Running) -> None:
         """Have a picture made elsewhere, if one is wanted and the thread for it has nothing to do."""
         run = running.run
         if self._show is None or not isinstance(run, Previewing) or not self._show.idle:
@@ -304,45 +288,7 @@ class ComputeThread(WorkerThread[ComputeJob]):
         if make is not None:
             self._show.put(PreviewJob(ticket=running.ticket, step=running.step, steps=run.steps, make=make))
 
-    def _save_if_due(self, running: _Running) -> None:
-        interval = self._checkpoint_interval
-        if not interval or running.ticket.lease.role is not Role.DENOISER:
-            return
-        if time.monotonic() < running.saved_at + interval or not (running.saving is None or running.saving.is_set()):
-            return
-        running.saved_at = time.monotonic()
-        if (job := self._checkpoint(running, last=False)) is not None:
-            running.saving = job.saved
-            self._stage(job)
-
-    def _suspend(self, running: _Running) -> None:
-        """Stop a run for good, with a checkpoint if it can give one."""
-        job = self._checkpoint(running, last=True)
-        running.run.cancel()
-        if job is None:
-            self._post(Ended(outcome=stopped(self._identity, running.ticket.lease)))
-        else:
-            self._stage(job)
-
-    def _checkpoint(self, running: _Running, *, last: bool) -> CheckpointJob | None:
-        """What the stage thread has to save; None when there is nothing to save or the run cannot be continued."""
-        run = running.run
-        if not isinstance(run, Resumable):
-            return None
-        try:
-            frozen = run.checkpoint()
-            if self._device.type == "cuda":
-                torch.cuda.current_stream(self._device).synchronize()  # another stream will read it
-        except Exception as error:
-            log.warning("no checkpoint request=%s step=%d: %s", running.ticket.lease.request, run.step, given_up(error))
-            return None
-        if frozen is None:
-            return None
-        tree, tensors = frozen
-        payload = Payload(tree=tree, tensors=tensors)
-        return CheckpointJob(ticket=running.ticket, frozen=payload, step=run.step, steps=run.steps, last=last)
-
-    def _hand_on(self, running: _Running, result: StageResult) -> None:
+    def _hand_on(self, running: Running, result: StageResult) -> None:
         ticket, seconds = running.ticket, running.seconds
         if ticket.lease.role is Role.DECODER:
             job = MediaJob(ticket=ticket, clips=result.clips, wanted=running.wanted, compute_seconds=seconds)
@@ -363,7 +309,7 @@ class ComputeThread(WorkerThread[ComputeJob]):
         while self._in_flight.qsize() > (0 if finished else 1):
             self._in_flight.get().synchronize()
 
-    def _fail(self, running: _Running, error: Exception) -> None:
+    def _fail(self, running: Running, error: Exception) -> None:
         """Report the failure of a stage, or have it reported by who writes its file. See `_refuse`."""
         if not running.streams:
             self._refuse(running.ticket, error)

@@ -53,6 +53,7 @@ from triptych.worker.jobs import (
     ThreadDied,
     Ticket,
 )
+from triptych.worker.lifecycle import EXIT_OPERATOR
 from triptych.worker.logs import outcome_line, pull_failed_line
 from triptych.worker.metrics import InstanceMetrics
 from triptych.worker.standing import Standing
@@ -258,4 +259,4 @@ class ControlLoop:
         if action.error is not None:
             log.critical("%s", action.error)
         if self._exit_code is None:
-            self._exit_code = 0 if action.error is None else 1
+            self._exit_code = 0 if action.error is None else EXIT_OPERATOR

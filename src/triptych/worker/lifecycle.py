@@ -11,11 +11,14 @@ import sys
 import threading
 from collections.abc import Callable, Sequence
 from types import FrameType
-from typing import NoReturn
+from typing import Final, NoReturn
 
 from triptych.ids import Epoch, InstanceId, Role
 
 log = logging.getLogger(__name__)
+
+EXIT_OPERATOR: Final = 2
+"""Exit code of a process that the operator must mend something for; whoever supervises it need not start it again."""
 
 
 def instance_id(roles: Sequence[Role], host: str, work_url: str) -> InstanceId:

@@ -30,7 +30,7 @@ from triptych.worker.control import ControlLoop
 from triptych.worker.crew import Crew
 from triptych.worker.exporter import serve_metrics
 from triptych.worker.jobs import Identity, Loaded, ThreadDied
-from triptych.worker.lifecycle import exit_by, exit_now, instance_id, new_epoch, on_stop_signals
+from triptych.worker.lifecycle import EXIT_OPERATOR, exit_by, exit_now, instance_id, new_epoch, on_stop_signals
 from triptych.worker.metrics import InstanceMetrics
 from triptych.worker.ranks.leader import Leader
 from triptych.worker.ranks.lockstep import load_in_lockstep
@@ -43,9 +43,6 @@ _JOIN_SECONDS: Final = 3.0
 """How long the threads may take to end what they do; a step that takes longer is left behind."""
 _LEAVE_SECONDS: Final = 6.0
 """How long leaving may take in all, whatever hangs."""
-
-EXIT_OPERATOR: Final = 2
-"""Exit code of a process that the operator must mend something for; whoever supervises it need not start it again."""
 
 
 def run_instance(config: InstanceConfig) -> NoReturn:
@@ -161,7 +158,9 @@ class _Instance:
     def _load(self) -> RolePipeline:
         config = self._config
         if self._leader is None:
-            pipeline = load_pipeline(config.model, config.roles, config.torch_device, self._tally)
+            pipeline = load_pipeline(
+                config.model, config.roles, config.torch_device, self._tally, at_once=config.max_running
+            )
         else:
             pipeline = load_in_lockstep(config, self._leader, self._tally)
         self._metrics.attention(pipeline.attention)
