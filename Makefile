@@ -38,7 +38,7 @@ chaos: $(READY)
 # Every family of models in real processes, each role from a folder with its own weights; and on two ranks in every way
 # that docs/models.md names.
 families: $(READY)
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q tests/e2e/test_families.py tests/worker/ranks/test_ways.py tests/pipeline/test_checkpoint_families.py -m "not vision" -n 2
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -m "families and not vision" -n 2
 
 # Twenty times the hostile frames of a normal test run, at each socket of a server and an instance.
 fuzz: $(READY)

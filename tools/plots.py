@@ -55,8 +55,8 @@ PLOTS = (
     ),
     Plot(
         file="forwards.svg",
-        title="One call at real size, H200 (ms)",
-        heading=("One forward", "stock ms", "lossless ms"),
+        title="One forward, H200 (ms)",
+        heading=("One forward", "stock ms queued", "lossless ms queued"),
         columns=(1, 2),
     ),
     Plot(

@@ -52,8 +52,10 @@ def test_a_written_folder_loads(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
         },
     )
     monkeypatch.setitem(synth.SIZES, "small", small)
-    folders = synth.write("small", tmp_path / "model", torch.device("cpu"), torch.bfloat16)
+    told: list[Path] = []
+    folders = synth.write("small", tmp_path / "model", torch.device("cpu"), torch.bfloat16, told=told.append)
     assert [folder.name for folder in folders] == ["transformer", "scheduler"]
+    assert told == folders
     index = json.loads((tmp_path / "model/model_index.json").read_text())
     assert index["transformer"] == ["diffusers", "WanTransformer3DModel"]
     loaded = WanTransformer3DModel.from_pretrained(tmp_path / "model/transformer", torch_dtype=torch.bfloat16)

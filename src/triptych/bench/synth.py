@@ -149,9 +149,15 @@ def build(name: str, component: str, device: torch.device, dtype: torch.dtype) -
 
 
 def write(
-    name: str, out: Path, device: torch.device, dtype: torch.dtype, weights: Collection[str] | None = None
+    name: str,
+    out: Path,
+    device: torch.device,
+    dtype: torch.dtype,
+    weights: Collection[str] | None = None,
+    told: Callable[[Path], object] = lambda folder: None,
 ) -> list[Path]:
-    """Write the size as a Diffusers-layout folder under ``out``; returns the component folders.
+    """Write the size as a Diffusers-layout folder under ``out``; returns the component folders, each of which is
+    ``told`` when it is there.
 
     One component is in memory at a time. Only those named in ``weights`` get any, the others their config alone; None:
     all. A T5 tokenizer has no random form: the embedded model's own takes its place, whose tokens the larger
@@ -166,6 +172,7 @@ def write(
             shutil.copytree(tiny_path() / component, out / component, dirs_exist_ok=True)
             index[component] = [library, "PreTrainedTokenizerFast"]
             folders.append(out / component)
+            told(folders[-1])
             continue
         index[component] = [library, class_name]
         folder = out / component
@@ -181,6 +188,7 @@ def write(
         else:
             cls(**config).save_pretrained(folder)
         folders.append(folder)
+        told(folder)
     (out / "model_index.json").write_text(json.dumps(index, indent=2))
     return folders
 
