@@ -476,7 +476,6 @@ def test_a_second_transformers_part_needs_one_and_comes_once(
 def test_options_that_would_mix_adapters_up_are_refused() -> None:
     lora = Lora(name="fox", path="fox.safetensors")
     for settings, complaint in (
-        ({"profile": "lossless"}, "lora: needs profile stock"),
         ({"batching": True}, "lora and batching"),
         ({"loras": (lora, lora)}, "lora fox: given twice"),
     ):

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import importlib
 import importlib.util
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -34,13 +34,6 @@ def quantise(models: Sequence[nn.Module], kind: Quantisation, device: torch.devi
         raise ConfigError(f"quant={kind!r} needs torchao: pip install torchao")
     if kind == "fp8" and (device.type != "cuda" or torch.cuda.get_device_capability(device) < (8, 9)):
         raise ConfigError(f"quant='fp8' needs a GPU of compute capability 8.9 or more, not {device}")
-    # An extra, so the type checker may not find it.
-    ao: Any = importlib.import_module("torchao.quantization")
-
-    if kind == "fp8":
-        config = ao.Float8DynamicActivationFloat8WeightConfig(granularity=ao.PerRow())
-    else:
-        config = ao.Int8WeightOnlyConfig()
     changed = 0
 
     def wanted(module: nn.Module, name: str) -> bool:
@@ -56,12 +49,36 @@ def quantise(models: Sequence[nn.Module], kind: Quantisation, device: torch.devi
 
     for block in (block for model in models for block in blocks(model)):
         home = next(block.parameters()).device
-        ao.quantize_(block.to(device), config, filter_fn=wanted)
+        _apply(block.to(device), kind, wanted)
         block.to(home)
     if not changed:
         names = ", ".join(type(model).__name__ for model in models) or "nothing"
         raise ConfigError(f"quant={kind!r}: {names} has no linear layer in its blocks that is wide enough")
     return changed
+
+
+def write_weight(layer: Any, weight: torch.Tensor) -> None:
+    """Give a layer other weights [out, in, ...] in the memory of those that it has, quantised as these are."""
+    live = layer.weight
+    if type(live.data) is torch.Tensor:
+        live.data.copy_(weight)
+        return
+    made = nn.Linear(weight.shape[1], weight.shape[0], bias=False, device="meta")
+    made.weight = nn.Parameter(weight, requires_grad=False)
+    _apply(nn.Sequential(made), "fp8" if type(live).__name__ == "Float8Tensor" else "int8", None)
+    quantised: Any = made.weight
+    for name in live.__tensor_flatten__()[0]:
+        getattr(live, name).copy_(getattr(quantised, name))
+
+
+def _apply(module: nn.Module, kind: Quantisation, wanted: Callable[[nn.Module, str], bool] | None) -> None:
+    # An extra, so the type checker may not find it.
+    ao: Any = importlib.import_module("torchao.quantization")
+    if kind == "fp8":
+        config = ao.Float8DynamicActivationFloat8WeightConfig(granularity=ao.PerRow())
+    else:
+        config = ao.Int8WeightOnlyConfig()
+    ao.quantize_(module, config, filter_fn=wanted)
 
 
 def blocks(model: nn.Module) -> list[nn.Module]:

@@ -25,6 +25,7 @@ from diffusers.models.attention_dispatch import dispatch_attention_fn
 from diffusers.models.transformers.transformer_wan import WanTransformerBlock
 from torch import Tensor, nn
 
+from triptych.accel.adapters import drop_when_adapted
 from triptych.accel.shortage import drop_when_short
 
 log = logging.getLogger(__name__)
@@ -68,6 +69,7 @@ class TextKeys:
         self._most = most
         self._told = False
         drop_when_short(self)
+        drop_when_adapted(self)
 
     def __len__(self) -> int:
         """How many texts are remembered."""

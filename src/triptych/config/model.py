@@ -148,12 +148,15 @@ class ModelConfig:
         names = [lora.name for lora in self.loras]
         if twice := {name for name in names if names.count(name) > 1}:
             raise ConfigError(f"lora {', '.join(sorted(twice))}: given twice")
-        if self.loras and self.profile != "stock":
-            raise ConfigError(f"lora: needs profile stock, not {self.profile!r}, whose kernels replace the layers")
         if self.loras and self.batching:
             raise ConfigError("lora and batching: requests that share a forward cannot have different adapters")
         if self.offload and self.profile != "stock":
             raise ConfigError(f"offload: needs profile stock, not {self.profile!r}, whose kernels hold the weights")
+
+    @property
+    def writes_adapters(self) -> bool:
+        """Whether adapters are written into the weights, where kernels and compiled blocks take none beside them."""
+        return self.profile != "stock"
 
     @property
     def effective_dtype(self) -> DTypeName:

@@ -5,7 +5,9 @@ what belongs to the models here (text encoders live in another process than the 
 that is stored beside each layer tells some of them which layout it is. Those that refuse one get it in the weights.
 
 The adapters that are at work belong to the models, which requests share. So a stage chooses its own before it computes
-anything, and again at each step, because another request may have had a turn in between.
+anything, and again at each step, because another request may have had a turn in between. With profile stock they are
+layers of PEFT's beside the models' own, as in a classic pipeline; where models are made faster they are written into
+the weights (`triptych.accel.adapters`).
 """
 
 from __future__ import annotations
@@ -13,21 +15,25 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import json
+import logging
 import tempfile
 import warnings
 from collections.abc import Generator, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import msgspec
 import torch
 
+from triptych.accel.adapters import Choice, Unwritable, WrittenAdapters, write_into
 from triptych.config import Lora
 from triptych.errors import ConfigError, ModelError
 from triptych.ids import ROLES, Role
 from triptych.wire.adapters import read_adapters
 from triptych.wire.schema import LaunchOption, Param, RequestSchema
+
+log = logging.getLogger(__name__)
 
 PARAM = "lora"
 """The request parameter that names adapters."""
@@ -42,14 +48,36 @@ _DOWN = (".lora_down.weight", ".lora_A.weight", ".lora_A.default.weight", ".lora
 _REFUSALS = (ValueError, RuntimeError, KeyError, TypeError, AttributeError)
 """What Diffusers' loaders and converters raise for a file that they cannot make anything of."""
 
-Choice = tuple[tuple[str, float], ...]
-"""Adapters at work with their scales, in the order in which they add up."""
+
+class Adapted(Protocol):
+    """A model that has adapters."""
+
+    def choose(self, choice: Choice) -> None:
+        """Have exactly these at work, by their `inner_name`; names that it does not know change nothing in it."""
+        ...
+
+
+class BesideLayers:
+    """Adapters as PEFT has them in a model: layers beside its own."""
+
+    def __init__(self, model: torch.nn.Module) -> None:
+        self._model = model
+
+    def choose(self, choice: Choice) -> None:
+        """See `Adapted`."""
+        from diffusers.utils.peft_utils import set_adapter_layers, set_weights_and_activate_adapters
+
+        here: Mapping[str, Any] = getattr(self._model, "peft_config", {})
+        own = [(name, scale) for name, scale in choice if name in here]
+        set_adapter_layers(self._model, enabled=bool(own))
+        if own:
+            set_weights_and_activate_adapters(self._model, [name for name, _ in own], [scale for _, scale in own])
 
 
 class Adapters:
     """The adapters of a pipeline's models, and which of them are at work now. Used from the compute thread only."""
 
-    def __init__(self, loras: Sequence[Lora], models: Sequence[torch.nn.Module]) -> None:
+    def __init__(self, loras: Sequence[Lora], models: Sequence[Adapted]) -> None:
         self._scales = {lora.name: lora.scale for lora in loras}
         self._models = models
         self._chosen: Choice | None = None
@@ -71,17 +99,10 @@ class Adapters:
         """Have exactly these at work in all models; nothing to do where they are already."""
         if choice == self._chosen:
             return
-        from diffusers.utils.peft_utils import set_adapter_layers, set_weights_and_activate_adapters
-
         self._chosen = None  # should one of the models fail half way
+        inner = tuple((inner_name(name), scale) for name, scale in choice)
         for model in self._models:
-            here: Mapping[str, Any] = getattr(model, "peft_config", {})
-            own = [(inner_name(name), scale) for name, scale in choice if inner_name(name) in here]
-            if own:
-                set_adapter_layers(model, enabled=True)
-                set_weights_and_activate_adapters(model, [name for name, _ in own], [scale for _, scale in own])
-            else:
-                set_adapter_layers(model, enabled=False)
+            model.choose(inner)
         self._chosen = choice
 
 
@@ -125,10 +146,13 @@ def _loadable(pipeline: Any) -> Sequence[str]:
     return getattr(pipeline, "_lora_loadable_modules", ())
 
 
-def attach(loras: Sequence[Lora], pipelines: Iterable[Any], models: Mapping[str, torch.nn.Module]) -> Adapters:
-    """Load ``loras`` into those of ``models`` (by component name) that a role's pipeline has, for use by request.
+def attach(
+    loras: Sequence[Lora], pipelines: Iterable[Any], models: Mapping[str, torch.nn.Module], *, written: bool
+) -> Adapters:
+    """Load ``loras`` into those of ``models`` (by component name) that a role's pipeline has, for use by request:
+    ``written`` into their weights, or as layers beside them.
 
-    Raises `ModelError` for a file that does not fit.
+    Raises `ModelError` for a file that does not fit, and `ConfigError` for one that cannot be written into weights.
     """
     wanted = {name: model for name, model in models.items() if name.startswith(("transformer", "unet", "text_encoder"))}
     for lora in loras:
@@ -137,8 +161,20 @@ def attach(loras: Sequence[Lora], pipelines: Iterable[Any], models: Mapping[str,
             own = {name for name, model in wanted.items() if name in takes and getattr(pipeline, name, None) is model}
             if own:
                 _load(lora, pipeline, own)
-    adapters = Adapters(loras, [model for model in wanted.values() if hasattr(model, "peft_config")])
+    adapted = {name: model for name, model in wanted.items() if hasattr(model, "peft_config")}
+    kinds = [_written(name, model) if written else BesideLayers(model) for name, model in adapted.items()]
+    adapters = Adapters(loras, kinds)
     adapters.choose(())
+    return adapters
+
+
+def _written(name: str, model: torch.nn.Module) -> WrittenAdapters:
+    try:
+        adapters = write_into(model)
+    except Unwritable as error:
+        raise ConfigError(f"lora: {error}; profile stock can do that in {name}") from error
+    kept = adapters.nbytes >> 20
+    log.info("%s: adapters are written into %d layers, whose own weights are kept (%d MiB)", name, len(adapters), kept)
     return adapters
 
 
@@ -273,8 +309,11 @@ def fold_alphas(tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
     return folded
 
 
-def identities(loras: Sequence[Lora]) -> tuple[str, ...]:
-    """What of the adapters' files changes results, for the fingerprint. Raises `ModelError` for an unreadable file."""
+def identities(loras: Sequence[Lora], *, written: bool) -> tuple[str, ...]:
+    """What of the adapters' files changes results, for the fingerprint. ``written``: see `attach`.
+
+    Raises `ModelError` for an unreadable file.
+    """
     found: list[str] = []
     for lora in loras:
         digests: list[str] = []
@@ -284,5 +323,6 @@ def identities(loras: Sequence[Lora]) -> tuple[str, ...]:
                     digests.append(hashlib.file_digest(file, "sha256").hexdigest()[:12])
             except OSError as error:
                 raise ModelError(f"lora {lora.name}: {path!r} cannot be read: {error}") from error
-        found.append(f"lora {lora.name} {' '.join(digests)} {lora.scale!r}")
+        way = " written" if written else ""
+        found.append(f"lora {lora.name} {' '.join(digests)} {lora.scale!r}{way}")
     return tuple(found)

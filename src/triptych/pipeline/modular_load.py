@@ -99,7 +99,7 @@ class _Plan:
             name: loading.fetch(self._folder, name, self._present[name], role) for name, role in self._owners.items()
         }
         adapted = [part.pipeline for part in self._built(loaded, own).values()] if model.loras else []
-        adapters = attach(model.loras, adapted, modules_of(loaded))
+        adapters = attach(model.loras, adapted, modules_of(loaded), written=model.writes_adapters)
         clock = StepClock()
         techniques = outfit(
             model, loaded, self._owners, loading.where, loading.dtype, loading.tally, clock.memory, self._batcher,
@@ -117,7 +117,11 @@ class _Plan:
             family=self._family,
             schema=self._schema,
             fingerprint=fingerprint(
-                loading.device, loading.dtype, self._folder, model.components, (*techniques, *identities(model.loras))
+                loading.device,
+                loading.dtype,
+                self._folder,
+                model.components,
+                (*techniques, *identities(model.loras, written=model.writes_adapters)),
             ),
             device=loading.where,
             clock=clock,

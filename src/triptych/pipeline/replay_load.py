@@ -70,14 +70,16 @@ def load_replay(loading: Loading, index: dict[str, Any]) -> ReplayRolePipeline:
             for role, names in owned.items()
         }
 
-    adapters = attach(model.loras, built().values() if model.loras else (), modules_of(loaded))
+    adapters = attach(
+        model.loras, built().values() if model.loras else (), modules_of(loaded), written=model.writes_adapters
+    )
     techniques = outfit(model, loaded, owners, where, loading.dtype, loading.tally, agree=loading.agree())
     techniques += shares.share(loaded, loading.tally)[1]
     pipelines = built()
     any_role = next(iter(pipelines.values()))
     schema = build_replay_schema(model.path, index, any_role, anatomy, read_settings(folder))
     schema = msgspec.structs.replace(schema, commit=loading.commit)
-    changes = (*techniques, *identities(model.loras))
+    changes = (*techniques, *identities(model.loras, written=model.writes_adapters))
     return ReplayRolePipeline(
         model=ReplayModel(
             anatomy=anatomy,
