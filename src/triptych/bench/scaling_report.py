@@ -7,6 +7,8 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
+from triptych.bench.turnover import idle_text
+
 _GUIDANCE = {None: "", True: "on", False: "off"}
 
 
@@ -57,7 +59,7 @@ def _served(name: str, row: dict[str, Any]) -> tuple[str, ...]:
         f"{row['qps']:.4g}",
         *(f"{row[key]:.2f}" for key in ("p50", "p95", "p99")),
         f"{row['stages'].get('handoff', 0.0) * 1e3:.1f}",
-        f"{row['idle'] * 1e3:.2f}" if row["turnovers"] else "",
+        idle_text(row["turnovers"], row["idle"]),
     )
 
 

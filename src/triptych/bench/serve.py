@@ -19,7 +19,7 @@ from rich.table import Table
 
 from triptych.bench.arrangement import Arrangement, Running, running
 from triptych.bench.load import Load, Measured
-from triptych.bench.turnover import Turnovers
+from triptych.bench.turnover import Turnovers, idle_text
 from triptych.client import Client
 from triptych.config import Shape, parse_shape
 from triptych.errors import ConfigError
@@ -51,10 +51,10 @@ class Row:
     failures: tuple[str, ...]
     stages: Mapping[str, float]
     """Mean seconds of each stage's computation, and what lies between."""
-    turnovers: int = 0
-    """How often a denoiser went from one request to one that was queued already."""
-    idle: float = 0.0
-    """Mean seconds that it stood still then."""
+    turnovers: int | None = 0
+    """How often a denoiser went from one request to one that was queued already; None: the server does not say."""
+    idle: float | None = 0.0
+    """Mean seconds that it stood still then; None: the server does not say."""
     loads: Mapping[str, float] = field(default_factory=dict[str, float])
     """Seconds that each instance took to load its model and to warm up."""
 
@@ -117,7 +117,7 @@ def _row(name: str, gpus: int, load: str, measured: Measured, turned: Turnovers)
         failures=tuple(measured.failures),
         stages=_stages(measured),
         turnovers=turned.count,
-        idle=turned.seconds / turned.count if turned.count else 0.0,
+        idle=turned.mean,
     )
 
 
@@ -194,10 +194,12 @@ def show(rows: Sequence[Row], console: Console) -> None:
             f"{row.p99:.3f}",
             f"{row.live:.2f}",
             f"{row.expected_live:.2f}" + ("" if row.little_holds else " (!)"),
-            f"{row.idle * 1e3:.1f}" if row.turnovers else "",
+            idle_text(row.turnovers, row.idle),
             ", ".join(f"{name} {seconds:.3f}" for name, seconds in row.stages.items()),
         )
     console.print(table)
+    if any(row.turnovers is None for row in rows):
+        console.print("idle ms: the server's metrics say nothing of turnovers of denoisers, so it was not measured")
     for row in rows:
         for reason in row.failures:
             console.print(f"{row.arrangement}, {row.load}: failed: {reason}")
