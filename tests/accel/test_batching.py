@@ -10,7 +10,11 @@ import torch
 from greenlet import getcurrent, greenlet
 from torch import Tensor, nn
 
+from triptych.accel import batching, cuda_graphs
 from triptych.accel.batching import Call, ForwardBatcher
+from triptych.accel.cuda_graphs import CudaGraphs
+
+from .test_cuda_graphs import Machine
 
 
 class Model(nn.Module):
@@ -180,7 +184,70 @@ def test_forwards_that_become_cuda_graphs_are_measured_as_such(model: Model, mon
     assert set(batcher.caps.values()) == {1}
 
 
-@pytest.mark.parametrize(("cost", "cap"), [(lambda n: 1.0 + 0.1 * n, 8), (float, 1)])
+@pytest.fixture
+def machine(monkeypatch: pytest.MonkeyPatch) -> Machine:
+    made = Machine()
+    monkeypatch.setattr("time.perf_counter", lambda: made.now)
+    monkeypatch.setattr(torch.cuda, "synchronize", made.synchronize)
+    monkeypatch.setattr(batching, "_wait", lambda device: made.synchronize())
+    monkeypatch.setattr(cuda_graphs, "_recordable", lambda leaves: True)
+    return made
+
+
+@pytest.mark.parametrize(("launching", "computing"), [(0.03, 0.0084), (0.08, 0.03), (0.1, 0.04), (0.13, 0.05)])
+def test_the_call_that_a_cuda_graph_is_made_of_is_no_measure(
+    machine: Machine, monkeypatch: pytest.MonkeyPatch, launching: float, computing: float
+) -> None:
+    """Symptom: where launching takes 75 ms and more, the call that recorded a graph ended the measuring, and since it
+    took as long for four requests as for one, four were joined that gain nothing from each other."""
+
+    class Slow(nn.Module):
+        def forward(self, x: Tensor) -> Tensor:
+            machine.forward(launching, computing * x.shape[0])
+            return x
+
+    class Recorded:
+        def replay(self, leaves: list[Any]) -> Tensor:
+            machine.forward(0.0004, computing * leaves[0].shape[0])
+            return leaves[0]
+
+    def recorded(compute: object, call: Any) -> Recorded:
+        for _ in range(4):  # thrice to see what it takes, and to record
+            machine.forward(launching, computing)
+            machine.synchronize()
+        return Recorded()
+
+    monkeypatch.setattr(cuda_graphs, "_recorded", recorded)
+    model, batcher = Slow(), ForwardBatcher(profiling=True)
+    CudaGraphs().install(model)
+    batcher.install(model)
+    model(torch.ones(1, 4))
+    assert list(batcher.caps.values()) == [1]
+
+
+@pytest.mark.parametrize(("brings_weights", "computed"), [(False, {1}), (True, {1, 2})])
+def test_of_forwards_that_take_long_by_themselves_no_two_are_joined_to_see_whether_it_pays(
+    model: Model, monkeypatch: pytest.MonkeyPatch, brings_weights: bool, computed: set[int]
+) -> None:
+    """Symptom: large shapes were compiled a second time, for two requests, only to learn that it does not pay. Where
+    weights come from host memory with each forward, it is not the computing that takes long."""
+    clock = [0.0]
+
+    def compute(x: Tensor, grids: list[tuple[int, int]]) -> Tensor:
+        clock[0] += 0.4 * x.shape[0]
+        model.batches.append(x.shape[0])
+        return x
+
+    monkeypatch.setattr("triptych.accel.batching.time.perf_counter", lambda: clock[0])
+    monkeypatch.setattr(model, "forward", compute)
+    batcher = ForwardBatcher(brings_weights=brings_weights)
+    calls = parked(model, batcher, *(given(1.0) for _ in range(4)))
+    batcher.run([call for _, call in calls])
+    assert set(batcher.caps.values()) == {1}
+    assert set(model.batches) == computed
+
+
+@pytest.mark.parametrize(("cost", "cap"), [(lambda n: 0.1 + 0.01 * n, 8), (lambda n: 0.1 * n, 1)])
 def test_how_many_are_joined_is_measured_once_for_a_shape(
     model: Model, monkeypatch: pytest.MonkeyPatch, cost: Callable[[int], float], cap: int
 ) -> None:

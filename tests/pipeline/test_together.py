@@ -12,7 +12,7 @@ import torch
 from triptych.accel import batching
 from triptych.accel.batching import Call, ForwardBatcher
 from triptych.accel.merging import Merged
-from triptych.config import ModelConfig
+from triptych.config import ModelConfig, Offload
 from triptych.errors import ConfigError, OutOfMemory, StageError
 from triptych.ids import ROLES, Role
 from triptych.pipeline.load import load_pipeline
@@ -205,6 +205,28 @@ def test_no_more_are_measured_than_are_computed_at_once(monkeypatch: pytest.Monk
     monkeypatch.setattr(batching, "_GAIN", 1e9)
     together(pair, [REQUEST, OTHERS[0]])
     assert max(sizes) == 2
+
+
+@pytest.mark.parametrize("option", ["batching", "batch_guidance"])
+@pytest.mark.parametrize(("offload", "tried"), [({}, {1}), ({Role.DENOISER: "block"}, {1, 2})])
+def test_long_forwards_are_tried_together_where_it_may_be_the_weights_that_take_long(
+    monkeypatch: pytest.MonkeyPatch, option: str, offload: dict[Role, Offload], tried: set[int]
+) -> None:
+    counts: list[int] = []
+
+    def seconds(calls: Sequence[Call], count: int) -> float:
+        counts.append(count)
+        return 1.0 * count
+
+    monkeypatch.setattr(batching, "_seconds", seconds)
+    model = ModelConfig(path="tiny", device="cpu", offload=offload, **{option: True})
+    pipeline = load_pipeline(model, ROLES, "cpu")
+    trio = Trio.of(dict.fromkeys(ROLES, pipeline))
+    if option == "batching":
+        together(trio, [REQUEST, {**REQUEST, "seed": 8}])
+    else:
+        trio.generate(REQUEST)
+    assert set(counts) == tried
 
 
 def test_it_goes_with_no_step_cache() -> None:

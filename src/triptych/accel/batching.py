@@ -3,10 +3,10 @@
 Theory of operation. Each request's loop runs in a greenlet. While forwards are collected, a call of the model switches
 out of it instead of computing; whoever runs the loops gathers the parked calls, and those of equal shapes are joined
 along the batch dimension, computed at once, and handed back. How many pay off is measured for each shape, by doubling:
-on a GPU that one request fills, none do. What fails together is tried in halves, so that a call fails of nothing but
-itself. Of models that take texts of several lengths at once (`triptych.accel.ragged`), calls with such texts are joined
-too; whether that pays off is measured apart, since it needs a mask. Results differ from those of a request alone by
-rounding.
+on a GPU that one request fills, none do, and where one forward takes long, one does fill it. What fails together is
+tried in halves, so that a call fails of nothing but itself. Of models that take texts of several lengths at once
+(`triptych.accel.ragged`), calls with such texts are joined too; whether that pays off is measured apart, since it needs
+a mask. Results differ from those of a request alone by rounding.
 """
 
 from __future__ import annotations
@@ -35,6 +35,12 @@ _SETTLED: Final = 8
 """Forwards after which a CUDA graph is there, if one is made (`triptych.accel.cuda_graphs`)."""
 _SHORT: Final = 0.5
 """Seconds of measuring after which forwards are so long that their launch does not count."""
+_LIKE: Final = 1.5
+"""How much longer one of two forwards may take that are of the same kind. While a CUDA graph is made of one, it takes
+four times as long or more, and is no measure."""
+_FILLS: Final = 0.2
+"""Seconds of a forward that is bound by what it computes: launching never takes so long. Two take twice that, which
+need not be tried: it may be a shape to compile for a quarter of a minute."""
 _PATIENCE: Final = 64
 """Forwards of as many requests as fit after memory had run out, after which twice as many are tried; each time that
 these fail again, twice as many forwards."""
@@ -94,6 +100,8 @@ class ForwardBatcher:
 
     most: int = MOST_AT_ONCE
     """Largest number of requests in one forward."""
+    brings_weights: bool = False
+    """Whether a forward may be long of weights that come from host memory, once for all of its requests."""
     collecting: bool = False
     """Whether calls are parked; else they compute at once."""
     profiling: bool = False
@@ -199,8 +207,8 @@ class ForwardBatcher:
         best = _seconds(calls, 1)
         if best is None:
             return 1
-        size = 1
-        while size * 2 <= self.most and (taken := _seconds(calls, size * 2)) is not None:
+        size, most = 1, 1 if best > _FILLS and not self.brings_weights else self.most
+        while size * 2 <= most and (taken := _seconds(calls, size * 2)) is not None:
             each = taken / (size * 2)
             if each > best * _GAIN:
                 break
@@ -300,27 +308,28 @@ def _seconds(calls: Sequence[Call], count: int) -> float | None:
     """Seconds of one forward of ``count`` such calls; None when that fails.
 
     The first is not counted. Of a forward so short that its launch counts, the next ones are what a CUDA graph is made
-    of, so the last of several is taken: a forward that is bound by the host would make any joining pay off.
+    of, so several are computed and the last two taken: a forward that is bound by the host would make any joining pay
+    off. Of a long one two are enough that are alike, so that neither was held up by anything.
     """
-    taken = spent = 0.0
+    samples: list[float] = []
     call = calls[0]
     try:
         device, merged = next(leaf.device for leaf in call.leaves if isinstance(leaf, Tensor)), Merged()
-        for number in range(_SETTLED):
-            if number >= 2 and spent > _SHORT:
-                break
+        for _ in range(_SETTLED):
             _wait(device)
             begun = time.perf_counter()
             _joined([calls[index % len(calls)] for index in range(count)], merged)
             _wait(device)
-            taken = time.perf_counter() - begun
-            spent += taken if number else 0.0
+            samples.append(time.perf_counter() - begun)
+            last = samples[1:][-2:]
+            if sum(samples[1:]) > _SHORT and len(last) == 2 and max(last) <= _LIKE * min(last):
+                break
     except Exception as error:
         log.info("batching: a forward of %d requests cannot be measured: %s: %s", count, type(error).__name__, error)
         if is_out_of_memory(error):
             free_memory(error)
         return None
-    return taken
+    return min(samples[-2:])
 
 
 def _wait(device: torch.device) -> None:

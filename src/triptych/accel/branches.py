@@ -53,8 +53,9 @@ _STEP: ContextVar[_Step | None] = ContextVar("branches", default=None)
 class BranchBatching:
     """Joins the branches of guidance of each request. Used from one thread."""
 
-    def __init__(self) -> None:
-        self._batcher = ForwardBatcher(most=2)
+    def __init__(self, *, brings_weights: bool = False) -> None:
+        """``brings_weights`` as of a `ForwardBatcher`."""
+        self._batcher = ForwardBatcher(most=2, brings_weights=brings_weights)
         self._kinds: dict[Hashable, _Kind] = {}
         self._models: list[str] = []
         self._told = False

@@ -86,8 +86,10 @@ class _Plan:
         self._shares = Shares(
             loading.team, own, self._present, self._stand_ins, used, guided=guided, off=guidance_is_off(self._schema)
         )
-        self._batcher = ForwardBatcher(most=min(loading.at_once, MOST_AT_ONCE)) if model.batching else None
-        self._joined = BranchBatching() if model.batch_guidance and loading.serves(Role.DENOISER) else None
+        most, brings = min(loading.at_once, MOST_AT_ONCE), bool(model.offload)
+        self._batcher = ForwardBatcher(most=most, brings_weights=brings) if model.batching else None
+        joins = model.batch_guidance and loading.serves(Role.DENOISER)
+        self._joined = BranchBatching(brings_weights=brings) if joins else None
         if self._joined is not None and not guided:
             raise ConfigError(f"batch-guidance: {self._kind} has no guidance with a forward for each branch")
 
