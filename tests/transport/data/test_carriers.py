@@ -8,6 +8,8 @@ import sys
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
@@ -18,6 +20,7 @@ from triptych.config import TransferConfig, TransferKind
 from triptych.errors import ConfigError
 from triptych.ids import Epoch, InstanceId, RequestId
 from triptych.transport.data import engine
+from triptych.transport.data.gpu_memory import all_export_dma_buf
 from triptych.transport.data.plane import settings_between_hosts
 from triptych.transport.data.pooled import PooledPlane
 from triptych.transport.data.protocol import Payload, Pull
@@ -158,6 +161,18 @@ def test_gpu_memory_is_exported_where_no_kernel_module_gives_it_to_adapters(
     settings = settings_between_hosts(TransferConfig(ib_device="mlx5_0"), StandIn())
     assert settings is not None
     assert settings.dma_buf is dma_buf
+
+
+def test_a_machine_without_a_driver_gives_no_gpu_memory_to_adapters(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Symptom: with NVIDIA's bindings installed and no driver, asking ended in an error."""
+
+    def init(flags: int) -> None:
+        raise RuntimeError("Failed to dlopen libcuda.so.1")
+
+    attributes = SimpleNamespace(CU_DEVICE_ATTRIBUTE_DMA_BUF_SUPPORTED=124)
+    bindings: Any = SimpleNamespace(cuInit=init, CUdevice_attribute=attributes)
+    monkeypatch.setitem(sys.modules, "cuda.bindings.driver", bindings)
+    assert all_export_dma_buf() is False
 
 
 @pytest.mark.parametrize(("dma_buf", "said"), [(True, "0"), (False, "1")])

@@ -153,7 +153,10 @@ def all_export_dma_buf() -> bool:
             int(_result("cuDeviceGetAttribute", driver.cuDeviceGetAttribute(attribute, index)))
             for index in range(torch.cuda.device_count())
         )
-    except (ImportError, GpuMemoryError):
+    except (
+        ImportError,
+        RuntimeError,
+    ):  # without a driver the bindings raise the latter, in a class of their own or not
         return False
 
 
