@@ -1,8 +1,13 @@
-"""A lane in host memory that copies as late as it may, so that a buffer that is used again too early is seen."""
+"""Lanes in host memory: one that copies as late as it may, so that a buffer that is used again too early is seen, and
+CUDA as far as one loads through it."""
 
 from __future__ import annotations
 
 import threading
+from collections.abc import Generator
+from contextlib import contextmanager
+from types import SimpleNamespace
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -47,3 +52,42 @@ class LateLane:
                 done = True
 
         return arrive
+
+
+class Cuda:
+    """Stands in for `torch.cuda` of a machine with several GPUs, and knows which of them were opened.
+
+    Any call opens the GPU that its thread is at, as the driver does, and the end of a stream's context goes back
+    to the one before.
+    """
+
+    OURS = torch.device("cpu")
+    """The GPU that has the weights: memory of the host is all there is to copy to."""
+
+    def __init__(self) -> None:
+        self.opened: set[Any] = set()
+        self._thread = threading.local()
+
+    def called(self, *args: Any, **kwargs: Any) -> None:
+        """Whatever opens a GPU."""
+        self.opened.add(getattr(self._thread, "at", "the first GPU"))
+
+    @contextmanager
+    def device(self, device: torch.device) -> Generator[None]:
+        """Goes back without opening anything, as torch does."""
+        before = getattr(self._thread, "at", "the first GPU")
+        self._thread.at = device
+        yield
+        self._thread.at = before
+
+    @contextmanager
+    def stream(self, stream: Any) -> Generator[None]:
+        with self.device(stream.device):
+            yield
+        self.called()
+
+    def current_stream(self, device: torch.device) -> Any:
+        return SimpleNamespace(device=device)
+
+    def event(self, *, blocking: bool) -> Any:
+        return SimpleNamespace(record=self.called, synchronize=self.called)

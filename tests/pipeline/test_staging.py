@@ -11,10 +11,11 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor
 
-from triptych.pipeline.staging import Arrival, Staging
+from triptych.pipeline import staging
+from triptych.pipeline.staging import Arrival, CudaLane, Staging
 from triptych.pipeline.stored import Stored, stored_tensors
 
-from .lanes import LateLane
+from .lanes import Cuda, LateLane
 from .test_readahead import private_bytes
 
 
@@ -65,6 +66,22 @@ def test_every_tensor_arrives_as_it_was_stored(file: Path, pieces: int, threads:
     assert staging.nbytes == lane.sent_bytes == sum(tensor.nbytes for tensor in expected.values())
     assert not lane.locked
     assert not readers()
+
+
+def test_weights_that_go_to_one_gpu_open_no_other(file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Symptom: each process on another GPU than the first held half a GB of the first one, too."""
+    cuda = Cuda()
+    for name in ("device", "stream", "current_stream"):
+        monkeypatch.setattr(torch.cuda, name, getattr(cuda, name))
+    monkeypatch.setattr(torch.cuda, "Event", cuda.event)
+    monkeypatch.setattr(staging, "page_lock", lambda memory, gpu: 0)
+    monkeypatch.setattr(staging, "page_unlock", lambda memory, gpu: None)
+    arrived: dict[str, Tensor] = {}
+    with Staging(CudaLane(cuda.OURS), piece=4096, pieces=2, readers=2) as way:
+        for name, tensor in stored(file).items():
+            arrived[name] = way.begin(tensor).arrived()
+    assert all(torch.equal(arrived[name], tensor) for name, tensor in some_tensors().items())
+    assert cuda.opened == {cuda.OURS}
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float64])

@@ -13,6 +13,7 @@ import threading
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from queue import SimpleQueue
 from types import TracebackType
@@ -64,7 +65,11 @@ class Lane(Protocol):
 
 
 class CudaLane:
-    """To a GPU, by copies on the stream that is current where this is made."""
+    """To a GPU, by copies on the stream that is current where this is made.
+
+    Whatever thread calls is at our GPU while it does: one that is at another would open that one too, if only by going
+    back to it, which takes memory there for as long as the process lives.
+    """
 
     def __init__(self, device: torch.device) -> None:
         self._stream = torch.cuda.current_stream(device)
@@ -89,12 +94,12 @@ class CudaLane:
 
     def empty(self, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
         """Memory of the stream, so that what was there before is done with it."""
-        with torch.cuda.stream(self._stream):
+        with torch.cuda.device(self.device), torch.cuda.stream(self._stream):
             return torch.empty(shape, dtype=dtype, device=self.device)
 
     def send(self, source: Tensor, target: Tensor) -> Arrival:
         """Returns at once; a cast takes as much memory of the GPU for the moment as the source has."""
-        with torch.cuda.stream(self._stream):
+        with torch.cuda.device(self.device), torch.cuda.stream(self._stream):
             if source.dtype == target.dtype:
                 target.copy_(source, non_blocking=True)
             else:
@@ -102,7 +107,11 @@ class CudaLane:
             # Whoever waits sleeps: a thread that spins would take the core of one that reads.
             arrived = torch.cuda.Event(blocking=True)
             arrived.record()
-        return arrived.synchronize
+        return partial(self._wait, arrived)
+
+    def _wait(self, arrived: torch.cuda.Event) -> None:
+        with torch.cuda.device(self.device):
+            arrived.synchronize()
 
 
 def lane_to(device: torch.device) -> Lane | None:
