@@ -44,7 +44,7 @@ SERVE_OPTIONS = {
     "--task": None,
     "--component": None,
     "--default": None,
-    "--profile": "stock",
+    "--profile": "auto",
     "--attention-backend": "auto",
     "--quant": None,
     "--offload": None,

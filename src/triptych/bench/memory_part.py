@@ -21,7 +21,7 @@ from PIL import Image
 from safetensors.torch import load_file, save_file
 
 from triptych.bench import synth
-from triptych.config import DeviceType, DTypeName, ModelConfig, Offload, Profile, Quantisation
+from triptych.config import DeviceType, DTypeName, ModelConfig, Offload, ProfileChoice, Quantisation
 from triptych.ids import ROLES, Role
 from triptych.pipeline.load import load_pipeline
 from triptych.pipeline.stage import RolePipeline, StageOutput
@@ -43,7 +43,7 @@ class Part(msgspec.Struct, frozen=True, kw_only=True):
     params: dict[str, int]
     device: DeviceType
     dtype: DTypeName | None = None
-    profile: Profile = "stock"
+    profile: ProfileChoice = "stock"
     quant: dict[Role, Quantisation] = {}
     offload: dict[Role, Offload] = {}
     vae_tiling: bool = False

@@ -141,7 +141,7 @@ class InstanceConfig:
             raise ConfigError(
                 f"num-gpus={self.ranks}: batching, step-cache and batch-guidance are for denoisers of one GPU"
             )
-        if self.parallel.tp > 1 and (self.model.profile != "stock" or self.model.quant):
+        if self.parallel.tp > 1 and (self.model.profile not in ("auto", "stock") or self.model.quant):
             raise ConfigError(
                 f"denoiser-tp={self.parallel.tp}: needs profile=stock and quant=none, other layers cannot be spread"
             )

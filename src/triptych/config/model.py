@@ -18,6 +18,9 @@ Task = Literal["text-to-image", "image-to-image", "inpainting", "text-to-video",
 
 Profile = Literal["stock", "lossless", "fast"]
 
+ProfileChoice = Literal["auto", "stock", "lossless", "fast"]
+"""A profile, or ``auto``: what the machine and the other options allow."""
+
 Quantisation = Literal["none", "fp8", "int8"]
 
 Offload = Literal["none", "model", "block", "layer"]
@@ -101,8 +104,9 @@ class ModelConfig:
     """None: bfloat16 on CUDA, float32 on CPU."""
     components: dict[str, str] = field(default_factory=dict[str, str])
     """Component name to a folder or file whose weights replace that component's."""
-    profile: Profile = "stock"
-    """stock: Diffusers as it is. lossless: faster kernels, the same arithmetic up to rounding. fast: FP8 besides."""
+    profile: ProfileChoice = "stock"
+    """stock: Diffusers as it is. lossless: faster kernels, the same arithmetic up to rounding. fast: FP8 besides. auto:
+    lossless where nothing is against it, which is settled when the model is loaded."""
     attention_backend: str = "auto"
     """auto, or a backend by name (`triptych.accel.attention`)."""
     defaults: dict[str, bool | int | float | str] = field(default_factory=dict[str, "bool | int | float | str"])
@@ -150,13 +154,20 @@ class ModelConfig:
             raise ConfigError(f"lora {', '.join(sorted(twice))}: given twice")
         if self.loras and self.batching:
             raise ConfigError("lora and batching: requests that share a forward cannot have different adapters")
-        if self.offload and self.profile != "stock":
+        if self.offload and self.profile in ("lossless", "fast"):
             raise ConfigError(f"offload: needs profile stock, not {self.profile!r}, whose kernels hold the weights")
 
     @property
     def writes_adapters(self) -> bool:
         """Whether adapters are written into the weights, where kernels and compiled blocks take none beside them."""
         return self.profile != "stock"
+
+    @property
+    def against_kernels(self) -> str:
+        """What of it keeps profile ``auto`` from being ``lossless``; nothing, where nothing does."""
+        if self.device != "cuda" or self.effective_dtype != "bfloat16":
+            return f"{self.effective_dtype} on {self.device}"
+        return "offload moves the weights" if self.offload else ""
 
     @property
     def effective_dtype(self) -> DTypeName:

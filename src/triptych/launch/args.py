@@ -16,7 +16,7 @@ from triptych.config import (
     Lora,
     ModelConfig,
     Offload,
-    Profile,
+    ProfileChoice,
     Quantisation,
     RouterConfig,
     ServerConfig,
@@ -73,7 +73,7 @@ class ServerArgs:
     task: Task | None = None
     component: dict[str, str] = field(default_factory=dict[str, str])
     default: dict[str, Scalar] = field(default_factory=dict[str, Scalar])
-    profile: Profile = "stock"
+    profile: ProfileChoice = "auto"
     attention_backend: str = "auto"
     quant: dict[Role, Quantisation] = field(default_factory=dict[Role, Quantisation])
     offload: dict[Role, Offload] = field(default_factory=dict[Role, Offload])

@@ -246,11 +246,11 @@ OPTIONS: tuple[Option, ...] = (
     ),
     _option(
         "profile",
-        one_of("stock", "lossless", "fast"),
-        "stock",
+        one_of("auto", "stock", "lossless", "fast"),
+        "auto",
         COMPUTE,
         "PROFILE",
-        "stock Diffusers, lossless (faster kernels, equal up to rounding), or fast (FP8 besides)",
+        "stock Diffusers, lossless (faster kernels, equal up to rounding), fast (FP8 besides); auto: lossless on CUDA",
     ),
     _option(
         "attention_backend",

@@ -67,10 +67,8 @@ def load_cold(
         model=model, roles=roles, device=device, tally=tally or Tally(), team=team, component=component, at_once=at_once
     )
     quiet_libraries()
-    if model.profile != "stock" or not COMPILING.isdisjoint(model.attention_backend.split(",")):
-        keep_graphs_in(model.cache_dir or default_folder())
-        count_compilations(loading.tally)
-        allow_many_graphs()
+    loading = _ready_to_compile(loading.settled())
+    model = loading.model
     folder = resolve_source(model.path, revision=model.revision)
     if commit := commit_of(model.path, folder):
         loading = loading.at(commit)
@@ -85,6 +83,22 @@ def load_cold(
     replayed = load_replay(loading, index)
     # A classic pipeline computes its branches in one forward.
     return replayed, lambda own: rehearse(own, None, model.warmup, denoisers=1, tally=loading.tally, unguided=1)
+
+
+def _ready_to_compile(loading: Loading) -> Loading:
+    """With a folder for graphs where any may be compiled, or without kernels where nobody has said where else to keep
+    them and the usual folder cannot be had."""
+    model = loading.model
+    if model.profile != "stock" or not COMPILING.isdisjoint(model.attention_backend.split(",")):
+        try:
+            keep_graphs_in(model.cache_dir or default_folder())
+        except ConfigError as error:
+            if not loading.chosen or model.cache_dir is not None:
+                raise
+            return loading.without_kernels(str(error))
+        count_compilations(loading.tally)
+        allow_many_graphs()
+    return loading
 
 
 def _check_replayable(loading: Loading, kind: str) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -17,6 +18,8 @@ from triptych.ids import Role
 from triptych.pipeline.outfit import home_of
 from triptych.pipeline.stage import RolePipeline
 from triptych.pipeline.weights import LoadComponent
+
+log = logging.getLogger(__name__)
 
 WarmUp: TypeAlias = Callable[[RolePipeline], None]
 """Runs a request of each declared shape through a pipeline that was loaded, or one that wraps it."""
@@ -38,6 +41,8 @@ class Loading:
     """What gives a component its weights."""
     at_once: int = MOST_AT_ONCE
     """Requests that are computed by turns, so as many as may share a forward."""
+    chosen: bool = False
+    """Whether the profile was chosen here, and not asked for by name."""
     commit: str = ""
     """Of a model from the Hub, that which ``model`` asks for as its revision."""
 
@@ -45,6 +50,22 @@ class Loading:
         """The same load of that commit, or of rank 0's: a branch may move between two looks at the Hub."""
         agreed = self.agree()(commit)
         return replace(self, model=replace(self.model, revision=agreed), commit=agreed)
+
+    def settled(self) -> Loading:
+        """The same load with a profile in place of ``auto``."""
+        if self.model.profile != "auto":
+            return self
+        spread = self.team is not None and self.team.wish.tp > 1
+        why = self.model.against_kernels or ("the weights are spread over GPUs" if spread else "")
+        log.info("profile=%s (auto): %s", "stock" if why else "lossless", why or "bfloat16 on CUDA")
+        return replace(self, model=replace(self.model, profile="stock" if why else "lossless"), chosen=True)
+
+    def without_kernels(self, why: str) -> Loading:
+        """The same load with profile stock, unless the operator has asked for another one by name."""
+        if not self.chosen or self.model.profile == "stock":
+            return self
+        log.warning("profile=stock (auto), which is slower: %s", why)
+        return replace(self, model=replace(self.model, profile="stock"))
 
     @property
     def where(self) -> torch.device:

@@ -57,7 +57,6 @@ class _Plan:
 
     def __init__(self, loading: Loading, folder: Path, index: dict[str, Any]) -> None:
         model, own = loading.model, loading.roles
-        self._loading = loading
         self._index = index
         self._present = index_components(index)
         self._whole = whole = _whole_pipeline(folder, index)
@@ -79,7 +78,12 @@ class _Plan:
             name: stand_in(self._folder, name, *entry, loading.dtype) for name, entry in self._present.items()
         }
         _put(whole, {name: value for name, value in self._stand_ins.items() if value is not None})
-        _refuse_beside(model, whole, self._kind)
+        changing = {name: guider for name, guider in whole.components.items() if changes_model(guider)}
+        if changing:
+            kinds = ", ".join(type(guider).__name__ for guider in changing.values())
+            loading = loading.without_kernels(f"{kinds} changes the model for some of its branches")
+        self._loading = loading
+        _refuse_beside(changing, loading.model, self._kind)
         self._schema = self._whole_schema()  # what cannot be is said before the weights are loaded
         guided = is_guided(self._parts)
         used = [spec.name for spec in self._parts.executed[Role.DENOISER].expected_components]
@@ -205,9 +209,8 @@ class _Plan:
         return LoadedRole(role=role, pipeline=pipeline, blocks=blocks)
 
 
-def _refuse_beside(model: ModelConfig, whole: Any, kind: str) -> None:
-    """Raise `ConfigError` for options that take forwards for alike which a guider has changed the model for."""
-    guiders = {name: guider for name, guider in whole.components.items() if changes_model(guider)}
+def _refuse_beside(guiders: Mapping[str, Any], model: ModelConfig, kind: str) -> None:
+    """Raise `ConfigError` for options that take forwards for alike which ``guiders`` have changed the model for."""
     options = {
         "batching": model.batching,
         "batch-guidance": model.batch_guidance,

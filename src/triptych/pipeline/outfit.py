@@ -55,6 +55,7 @@ def outfit(
     techniques += offload(modules, kinds, device)
     cached, prompts = _prompts(model, modules, tally)
     techniques += cached
+    assert model.profile != "auto", "a profile is chosen before anything is loaded"
     techniques += accelerate(
         modules,
         device=device,
