@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 
+from triptych.bench.handoffs import Handoff
 from triptych.bench.parallel import Row as ParallelRow
 from triptych.bench.parallel import layout
 from triptych.bench.scaling import Ledger, Plan, Run, carry_out, main, runs
@@ -75,8 +76,8 @@ def test_the_report_has_every_row_that_was_written(tmp_path: Path, capsys: pytes
     refused = ParallelRow(ranks=2, layout="ring", guidance=None, failed="num-gpus=2: no")
     served = ServeRow(
         arrangement="split", gpus=2, load="burst of 2", sent=2, done=2, qps=0.5, p50=1, p95=2, p99=2, live=1,
-        expected_live=1, little_holds=True, failures=(), stages={"handoff": 0.002}, turnovers=1, idle=0.0004,
-        loads={"denoiser-0": 12.25},
+        expected_live=1, little_holds=True, failures=(), stages={}, turnovers=1, idle=0.0004,
+        handoffs={"encoder to denoiser": Handoff(staging=0.001, pulling=0.0025)}, loads={"denoiser-0": 12.25},
     )  # fmt: skip
     (tmp_path / "step-2.json").write_text(json.dumps([asdict(shared), asdict(refused)]))
     (tmp_path / "serve-50-pair.json").write_text(json.dumps([asdict(served)]))
@@ -84,7 +85,10 @@ def test_the_report_has_every_row_that_was_written(tmp_path: Path, capsys: pytes
     printed = capsys.readouterr().out
     assert "| 2 | cfg | on | 400.0 | 1.90 | 95% | equal |" in printed
     assert "| 2 | ring |  | failed: num-gpus=2: no |" in printed
-    assert "| 50-pair (split) | 2 | burst of 2 | 2/2 | 0.5 | 1.00 | 2.00 | 2.00 | 2.0 | 0.40 |" in printed
+    assert (
+        "| 50-pair (split) | 2 | burst of 2 | 2/2 | 0.5 | 1.00 | 2.00 | 2.00 | encoder to denoiser 1.00 + 2.50 | 0.40 |"
+        in printed
+    )
     assert "| 50-pair | denoiser-0 | 12.2 |" in printed
 
 

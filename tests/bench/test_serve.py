@@ -31,7 +31,11 @@ def test_bursts_and_arrivals_on_split_roles(tmp_path: Path, capsys: pytest.Captu
         assert not row["failures"]
         assert 0 < row["p50"] <= row["p95"] <= row["p99"]
         assert set(row["loads"]) == {"encoder-0", "denoiser-0", "decoder-0"}
-        assert {"encoder", "denoiser", "decoder", "handoff", "file"} == set(row["stages"])
+        assert {"encoder", "denoiser", "decoder", "file"} == set(row["stages"])
+        assert set(row["handoffs"]) == {"encoder to denoiser", "denoiser to decoder"}
+        for spent in row["handoffs"].values():
+            assert 0 < spent["staging"] < row["p50"]
+            assert 0 < spent["pulling"] < row["p50"]
     assert rows[0]["turnovers"] == 0
     assert 1 <= rows[1]["turnovers"] <= 2, "three through one denoiser"
     assert 0 < rows[1]["idle"] < rows[1]["p50"]
@@ -39,6 +43,7 @@ def test_bursts_and_arrivals_on_split_roles(tmp_path: Path, capsys: pytest.Captu
     printed = capsys.readouterr().out
     assert printed.count("warmed up for 32x32x5") == 3
     assert "memory of denoiser" in printed
+    assert printed.count("handoffs, ms of staging + pull: encoder to denoiser") == 3
     assert {child.pid for child in psutil.Process().children(recursive=True)} <= before
 
 

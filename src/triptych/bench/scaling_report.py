@@ -7,6 +7,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
+from triptych.bench.handoffs import Handoff, handoff_text
 from triptych.bench.turnover import idle_text
 
 _GUIDANCE = {None: "", True: "on", False: "off"}
@@ -27,7 +28,18 @@ def report(folder: Path) -> Iterator[str]:
     served = [(file.stem.removeprefix("serve-"), row) for file in _files(folder, "serve") for row in _rows(file)]
     if served:
         yield "### Requests over HTTP"
-        heading = ("run", "GPUs", "load", "done", "QPS", "P50 s", "P95 s", "P99 s", "handoffs ms", "idle ms")
+        heading = (
+            "run",
+            "GPUs",
+            "load",
+            "done",
+            "QPS",
+            "P50 s",
+            "P95 s",
+            "P99 s",
+            "handoffs ms (staging + pull)",
+            "idle ms",
+        )
         yield from _table(heading, [_served(name, row) for name, row in served])
         yield "### From start to ready, seconds"
         loads = {(name, instance): s for name, row in served for instance, s in row["loads"].items()}
@@ -58,7 +70,7 @@ def _served(name: str, row: dict[str, Any]) -> tuple[str, ...]:
         f"{row['done']}/{row['sent']}",
         f"{row['qps']:.4g}",
         *(f"{row[key]:.2f}" for key in ("p50", "p95", "p99")),
-        f"{row['stages'].get('handoff', 0.0) * 1e3:.1f}",
+        handoff_text({edge: Handoff(**spent) for edge, spent in row["handoffs"].items()}),
         idle_text(row["turnovers"], row["idle"]),
     )
 

@@ -18,6 +18,7 @@ from rich.console import Console
 from rich.table import Table
 
 from triptych.bench.arrangement import Arrangement, Running, running
+from triptych.bench.handoffs import Handoff, handoff_text, handoffs
 from triptych.bench.load import Load, Measured
 from triptych.bench.turnover import Turnovers, idle_text
 from triptych.client import Client
@@ -50,7 +51,9 @@ class Row:
     little_holds: bool
     failures: tuple[str, ...]
     stages: Mapping[str, float]
-    """Mean seconds of each stage's computation, and what lies between."""
+    """Mean seconds of each stage's computation, and of writing the file."""
+    handoffs: Mapping[str, Handoff] = field(default_factory=dict[str, Handoff])
+    """What lies between the stages, by edge."""
     turnovers: int | None = 0
     """How often a denoiser went from one request to one that was queued already; None: the server does not say."""
     idle: float | None = 0.0
@@ -116,20 +119,20 @@ def _row(name: str, gpus: int, load: str, measured: Measured, turned: Turnovers)
         little_holds=measured.little_holds,
         failures=tuple(measured.failures),
         stages=_stages(measured),
+        handoffs=handoffs([sample.timings for sample in measured.done]),
         turnovers=turned.count,
         idle=turned.mean,
     )
 
 
 def _stages(measured: Measured) -> dict[str, float]:
-    """Mean seconds a request: computing in each role, writing the file, and handing over."""
+    """Mean seconds a request: computing in each role, and writing the file."""
     sums: dict[str, float] = {}
     for sample in measured.done:
         for timing in sample.timings:
             sums[timing["role"]] = sums.get(timing["role"], 0.0) + timing["compute"]
-            other = "file" if timing["role"] == "decoder" else "handoff"
-            sums[other] = sums.get(other, 0.0) + timing["staging"]
-            sums["handoff"] = sums.get("handoff", 0.0) + timing["pulling"]
+            if timing["role"] == "decoder":
+                sums["file"] = sums.get("file", 0.0) + timing["staging"]
     return {name: seconds / len(measured.done) for name, seconds in sums.items()}
 
 
@@ -201,6 +204,10 @@ def show(rows: Sequence[Row], console: Console) -> None:
     if any(row.turnovers is None for row in rows):
         console.print("idle ms: the server's metrics say nothing of turnovers of denoisers, so it was not measured")
     for row in rows:
+        if row.handoffs:
+            console.print(
+                f"{row.arrangement}, {row.load}: handoffs, ms of staging + pull: {handoff_text(row.handoffs)}"
+            )
         for reason in row.failures:
             console.print(f"{row.arrangement}, {row.load}: failed: {reason}")
 
