@@ -31,7 +31,7 @@ log = logging.getLogger(__name__)
 
 MOST_AT_ONCE: Final = 8
 """Requests in one forward at most, however many are under way."""
-_SETTLED: Final = 8
+SETTLED: Final = 8
 """Forwards after which a CUDA graph is there, if one is made (`triptych.accel.cuda_graphs`)."""
 _SHORT: Final = 0.5
 """Seconds of measuring after which forwards are so long that their launch does not count."""
@@ -315,7 +315,7 @@ def _seconds(calls: Sequence[Call], count: int) -> float | None:
     call = calls[0]
     try:
         device, merged = next(leaf.device for leaf in call.leaves if isinstance(leaf, Tensor)), Merged()
-        for _ in range(_SETTLED):
+        for _ in range(SETTLED):
             _wait(device)
             begun = time.perf_counter()
             _joined([calls[index % len(calls)] for index in range(count)], merged)

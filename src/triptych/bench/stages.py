@@ -1,36 +1,37 @@
 """One denoiser forward and one VAE decode at a real size: stock Diffusers against each profile, in one run.
 
 Each is timed in two ways: waited for, as by who calls it once, and queued behind others of its kind by the GPU's own
-clock, which is what a step takes within a request.
+clock, which is what a step takes within a request. What is compiled for it is kept where a server finds it.
 
 Random weights from `triptych.bench.synth`: times do not depend on the values. Errors of the denoiser and of the VAE are
 those of one call against stock Diffusers in float32, of the same weights and inputs; lossless is what has an error no
-larger than stock Diffusers has in bfloat16.
+larger than stock Diffusers has in bfloat16. That reference takes longer than all the rest and can be
+left out.
 """
 
 from __future__ import annotations
 
 import argparse
-import itertools
-import statistics
 import sys
-import time
-from collections.abc import Callable, Generator, Iterator, Sequence
+from collections.abc import Generator, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any, Protocol, TypedDict
+from typing import Any, Final, Protocol
 
 import torch
 from rich.console import Console
 from rich.table import Table
 
+from triptych.accel.compiling import allow_many_graphs, default_folder, keep_graphs_in
 from triptych.accel.plan import accelerate
 from triptych.accel.prompts import PromptCache, install
 from triptych.accel.tally import Tally
 from triptych.bench import synth
+from triptych.bench.timing import Times, first_call, measure
 from triptych.config import Profile, Shape, parse_shape
 from triptych.errors import ConfigError
 
+_DEVICE: Final = torch.device("cuda")
 _PEAK_TFLOPS = 743.0
 """Sustained bfloat16 matrix throughput of one H200, measured; the floor of a forward is its work at this rate."""
 
@@ -64,33 +65,44 @@ STAGES = ("text", "denoiser", "decoder")
 
 
 def run(
-    name: str, shape: Shape, profiles: tuple[Profile, ...], repeats: int = 5, stages: Sequence[str] = STAGES
+    name: str,
+    shape: Shape,
+    profiles: tuple[Profile, ...],
+    repeats: int = 5,
+    stages: Sequence[str] = STAGES,
+    *,
+    errors: bool = True,
 ) -> Iterator[Row]:
-    """Measure the ``stages`` of the named size; rows come as they are measured. Needs a CUDA GPU."""
+    """Measure the ``stages`` of the named size; rows come as they are measured. Needs a CUDA GPU.
+
+    Without ``errors`` nothing is computed in float32 to compare with.
+    """
     if not torch.cuda.is_available():
         raise ConfigError("bench stages needs a CUDA GPU: the real sizes do not fit a CPU's patience")
     torch.set_grad_enabled(False)
+    keep_graphs_in(default_folder())
+    allow_many_graphs()
     if "text" in stages:
         yield from _text_encoder(name, repeats)
     if "denoiser" in stages:
-        yield from _denoiser(name, shape, profiles, repeats)
+        yield from _denoiser(name, shape, profiles, repeats, errors=errors)
     if "decoder" in stages:
-        yield from _decoder(name, shape, profiles, repeats)
+        yield from _decoder(name, shape, profiles, repeats, errors=errors)
 
 
 def _text_encoder(name: str, repeats: int) -> Iterator[Row]:
     """512 tokens computed, and found among the prompts that were seen before."""
-    device = torch.device("cuda")
+    device = _DEVICE
     model: Any = synth.build(name, "text_encoder", device, torch.bfloat16)
     ids = torch.arange(1, 513, device=device)[None]
     mask = torch.ones_like(ids)
     reference = model(ids, mask)[0]
-    stock: _Times | None = None
+    stock: Times | None = None
     for variant in ("stock", "cached prompt"):
         if variant != "stock":
             install(model, PromptCache(max_bytes=1 << 28, tally=Tally()), "text_encoder")
         output = model(ids, mask)[0]
-        took = _measure(lambda: model(ids, mask), repeats)
+        took = measure(lambda: model(ids, mask), repeats)
         stock = stock or took
         yield Row(
             stage="text encoder",
@@ -158,17 +170,17 @@ def _all_bits() -> Generator[None]:
         torch.set_float32_matmul_precision(precision)
 
 
-def _denoiser(name: str, shape: Shape, profiles: tuple[Profile, ...], repeats: int) -> Iterator[Row]:
-    device = torch.device("cuda")
+def _denoiser(name: str, shape: Shape, profiles: tuple[Profile, ...], repeats: int, *, errors: bool) -> Iterator[Row]:
+    device, cache = _DEVICE, default_folder()
     call = forward_of(name, shape, device)
-    reference = exact_forward(name, call, device)
-    stock: _Times | None = None
+    reference = exact_forward(name, call, device) if errors else None
+    stock: Times | None = None
     order: tuple[Profile, ...] = ("stock", *profiles)
     for profile in order:
         model = synth.build(name, "transformer", device, torch.bfloat16)
-        accelerate({"transformer": model}, device=device, dtype=torch.bfloat16, profile=profile)
-        output, first = _first(lambda model=model: call(model))
-        took = _measure(lambda model=model: call(model), repeats)
+        accelerate({"transformer": model}, device=device, dtype=torch.bfloat16, profile=profile, cache_dir=cache)
+        output, first = first_call(lambda model=model: call(model))
+        took = measure(lambda model=model: call(model), repeats, settles=profile != "stock")
         stock = stock or took
         work = _wan_tflop(model, shape) if name.startswith("wan") else None
         yield Row(
@@ -176,106 +188,47 @@ def _denoiser(name: str, shape: Shape, profiles: tuple[Profile, ...], repeats: i
             variant=profile,
             **took.against(stock),
             floor_share=None if work is None else work / _PEAK_TFLOPS / took.queued,
-            error=relative(output.cpu(), reference),
+            error=None if reference is None else relative(output.cpu(), reference),
             first=first,
         )
         del model, output
         torch.cuda.empty_cache()
 
 
-def _decoder(name: str, shape: Shape, profiles: tuple[Profile, ...], repeats: int) -> Iterator[Row]:
-    device = torch.device("cuda")
+def _decoder(name: str, shape: Shape, profiles: tuple[Profile, ...], repeats: int, *, errors: bool) -> Iterator[Row]:
+    device, cache = _DEVICE, default_folder()
     latents = torch.randn(
         1, 16, 1 + (shape.frames - 1) // 4, shape.height // 8, shape.width // 8, device=device, dtype=torch.bfloat16
     )
-    exact: Any = synth.build(name, "vae", device, torch.float32)
-    with _all_bits():
-        reference = exact.decode(latents.float(), return_dict=False)[0].cpu()
-    del exact
-    torch.cuda.empty_cache()
-    stock: _Times | None = None
+    reference = _exact_decode(name, latents) if errors else None
+    stock: Times | None = None
     order: tuple[Profile, ...] = ("stock", *(p for p in profiles if p != "fast"))
     for profile in order:
         vae: Any = synth.build(name, "vae", device, torch.float32).to(torch.bfloat16)
-        accelerate({"vae": vae}, device=device, dtype=torch.bfloat16, profile=profile)
-        output, first = _first(lambda vae=vae: vae.decode(latents, return_dict=False)[0])
-        took = _measure(lambda vae=vae: vae.decode(latents, return_dict=False)[0], max(3, repeats // 2))
+        accelerate({"vae": vae}, device=device, dtype=torch.bfloat16, profile=profile, cache_dir=cache)
+        output, first = first_call(lambda vae=vae: vae.decode(latents, return_dict=False)[0])
+        took = measure(lambda vae=vae: vae.decode(latents, return_dict=False)[0], max(3, repeats // 2))
         stock = stock or took
         yield Row(
             stage="VAE decode",
             variant=profile,
             **took.against(stock),
             floor_share=None,
-            error=relative(output.cpu(), reference),
+            error=None if reference is None else relative(output.cpu(), reference),
             first=first,
         )
         del vae, output
         torch.cuda.empty_cache()
 
 
-def _first(call: Callable[[], torch.Tensor]) -> tuple[torch.Tensor, float]:
-    """The result of the first call and what it took."""
-    start = time.perf_counter()
-    output = call()
-    torch.cuda.synchronize()
-    return output, time.perf_counter() - start
-
-
-class _Figures(TypedDict):
-    """The fields of a `Row` that a measurement gives."""
-
-    seconds: float
-    ratio: float
-    launched: float
-    queued: float
-    queued_ratio: float
-    peak_gib: float
-
-
-@dataclass(frozen=True, slots=True)
-class _Times:
-    """Medians of one call in seconds, as in `Row`."""
-
-    waited: float
-    launched: float
-    queued: float
-    peak_gib: float
-
-    def against(self, stock: _Times) -> _Figures:
-        """The figures of a row."""
-        return {
-            "seconds": self.waited,
-            "ratio": stock.waited / self.waited,
-            "launched": self.launched,
-            "queued": self.queued,
-            "queued_ratio": stock.queued / self.queued,
-            "peak_gib": self.peak_gib,
-        }
-
-
-def _measure(call: Callable[[], object], repeats: int) -> _Times:
-    """A call ``repeats`` times in each way, after one that is not counted, and its peak of GPU memory."""
-    call()
-    torch.cuda.synchronize()
-    torch.cuda.reset_peak_memory_stats()
-    waited: list[float] = []
-    launched: list[float] = []
-    for _ in range(repeats):
-        start = time.perf_counter()
-        call()
-        launched.append(time.perf_counter() - start)
-        torch.cuda.synchronize()
-        waited.append(time.perf_counter() - start)
-    events = [torch.cuda.Event(enable_timing=True) for _ in range(repeats + 1)]
-    call()  # gives the host its lead
-    for event in events[:-1]:
-        event.record()
-        call()
-    events[-1].record()
-    torch.cuda.synchronize()
-    queued = [start.elapsed_time(end) / 1e3 for start, end in itertools.pairwise(events)]
-    peak = torch.cuda.max_memory_allocated() / (1 << 30)
-    return _Times(statistics.median(waited), statistics.median(launched), statistics.median(queued), peak)
+def _exact_decode(name: str, latents: torch.Tensor) -> torch.Tensor:
+    """What the stock VAE gives in float32, on the CPU."""
+    exact: Any = synth.build(name, "vae", latents.device, torch.float32)
+    with _all_bits():
+        pictures = exact.decode(latents.float(), return_dict=False)[0].cpu()
+    del exact
+    torch.cuda.empty_cache()
+    return pictures
 
 
 def _wan_tflop(model: Any, shape: Shape) -> float:
@@ -328,13 +281,24 @@ def main(argv: Sequence[str]) -> int:
     parser.add_argument("--shape", default="832x480x81", help="width x height x frames (default: %(default)s)")
     parser.add_argument("--profiles", default="lossless", help="lossless, fast, or both with a comma")
     parser.add_argument("--stages", default=",".join(STAGES), help="which of them, with commas (default: %(default)s)")
-    parser.add_argument("--repeats", type=int, default=5, help="counted calls of each (default: %(default)s)")
+    parser.add_argument(
+        "--repeats",
+        type=int,
+        default=5,
+        help="counted calls of each, or three where they take long (default: %(default)s)",
+    )
+    parser.add_argument(
+        "--no-error",
+        action="store_true",
+        help="leave out the comparison with float32, which takes longer than the rest",
+    )
     args = parser.parse_args(argv)
     stages = args.stages.split(",")
     if unknown := set(stages).difference(STAGES):
         raise ConfigError(f"--stages {args.stages!r}: {', '.join(sorted(unknown))} is none of {', '.join(STAGES)}")
     rows: list[Row] = []
-    for row in run(args.size, parse_shape("--shape", args.shape), _profiles(args.profiles), args.repeats, stages):
+    shape, profiles = parse_shape("--shape", args.shape), _profiles(args.profiles)
+    for row in run(args.size, shape, profiles, args.repeats, stages, errors=not args.no_error):
         rows.append(row)
         error = "" if row.error is None else f", relative error {row.error:.2e}"
         print(
