@@ -178,7 +178,7 @@ def test_up_leaves_no_gpu_memory(spawn: Spawn, number: signal.Signals) -> None:
         return torch.cuda.mem_get_info()[0]
 
     before = free()
-    process, api = start_up(spawn, "--disagg-transfer-gpu-pool-size", "64MiB", device="cuda")
+    process, api = start_up(spawn, "--disagg-transfer-gpu-pool-size", "64MiB", "--profile", "stock", device="cuda")
     api.make()
     assert 'triptych_handoff_bytes_total{plane="cuda-ipc"}' in api.metrics()
     api.close()
