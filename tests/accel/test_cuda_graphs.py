@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import warnings
 from typing import Any
 
 import pytest
@@ -10,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from triptych.accel import cuda_graphs
-from triptych.accel.cuda_graphs import CudaGraphs
+from triptych.accel.cuda_graphs import CudaGraphs, launched_one_by_one
 from triptych.accel.shortage import free_memory
 
 
@@ -137,3 +138,73 @@ def test_recordings_are_dropped_when_memory_runs_out_and_made_again(
         assert Replayed.count == round_
         free_memory(torch.OutOfMemoryError())
         assert graphs.recordings == 0
+
+
+def test_forwards_that_gpus_exchange_tensors_in_are_neither_recorded_nor_replayed(
+    machine: Machine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With guidance two GPUs compute a branch each, and without it they may share the tokens of one forward."""
+    monkeypatch.setattr(Replayed, "count", 0)
+    machine.recording = Replayed()
+
+    class Model(nn.Module):
+        def forward(self, x: Tensor) -> Tensor:
+            machine.forward(0.03, 0.01)
+            return x
+
+    model = Model()
+    CudaGraphs().install(model)
+    with launched_one_by_one():
+        for _ in range(9):
+            model(torch.ones(1))
+    assert machine.tried == 0
+    for _ in range(4):
+        model(torch.ones(1))
+    assert Replayed.count == 1
+    with launched_one_by_one():
+        model(torch.ones(1))
+    assert Replayed.count == 1
+
+
+class Waiting(nn.Module):
+    """A model that waits for the GPU, in some of its calls; torch is made up to the extent that it says so."""
+
+    def __init__(self, *calls: bool) -> None:
+        super().__init__()
+        self.calls = list(calls)
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.calls.pop(0) and torch.cuda.get_sync_debug_mode():
+            warnings.warn("called a synchronizing CUDA operation", UserWarning, stacklevel=1)
+        return x
+
+
+@pytest.fixture
+def debugging(monkeypatch: pytest.MonkeyPatch) -> None:
+    mode = [0]
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)
+    monkeypatch.setattr(torch.cuda, "get_sync_debug_mode", lambda: mode[0])
+    monkeypatch.setattr(torch.cuda, "set_sync_debug_mode", lambda wish: mode.__setitem__(0, 1 if wish == "warn" else 0))
+
+
+@pytest.mark.usefixtures("debugging")
+@pytest.mark.parametrize(("calls", "tried"), [((True,) * 9, 0), ((True, False), 1), ((False,), 1)])
+def test_a_forward_that_waits_for_the_gpu_is_not_tried(
+    calls: tuple[bool, ...], tried: int, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """In torch 2.11 a recording that fails leaves the process unable to give memory back or to draw random numbers on
+    the GPU. What another thread waits for meanwhile is none of the forward's."""
+    records: list[object] = []
+
+    def record(*args: object) -> object:
+        records.append(args)
+        raise RuntimeError("not in this test")
+
+    monkeypatch.setattr(cuda_graphs, "_record", record)
+    model = Waiting(*calls, *[False] * 9)
+    call = cuda_graphs.call_of(model.forward, (torch.ones(1),), {})
+    with caplog.at_level(logging.INFO, "triptych.accel.cuda_graphs"):
+        assert cuda_graphs._recorded(model.forward, call) is None  # pyright: ignore[reportPrivateUsage]
+    assert len(records) == tried
+    assert ("no CUDA graph: something in the forward waits for the GPU" in caplog.messages) == (tried == 0)
+    assert torch.cuda.get_sync_debug_mode() == 0

@@ -3,15 +3,24 @@
 A forward is recorded once for each kind of call and then replayed as one launch. Whether that helps is measured on the
 first calls of a kind: a forward that the host has launched long before the GPU is done is left alone, and of the others
 those are replayed that a recording makes faster. Replaying runs the same kernels, so the bytes are the same.
+
+A forward that waits for the GPU cannot be recorded, and to try leaves torch in a state that others suffer from. So that
+is looked for before. Forwards in which GPUs exchange tensors are left alone (`launched_one_by_one`): each process
+would decide by its own clock, and a recording needs all of them.
 """
+
+# pyright: reportPrivateUsage=false
 
 from __future__ import annotations
 
 import functools
 import logging
 import time
+import warnings
 from collections import OrderedDict
-from collections.abc import Callable, Hashable
+from collections.abc import Callable, Generator, Hashable
+from contextlib import contextmanager, suppress
+from contextvars import ContextVar
 from dataclasses import dataclass, field
 from typing import Any, Final
 
@@ -35,8 +44,30 @@ _GAIN: Final = 0.9
 _LEFT_ALONE: Final = "no CUDA graph: a forward takes %.2f ms, the host has launched it after %.2f ms"
 _MOST: Final = 8
 """Recordings kept; each holds the memory of one forward."""
+_WAITS: Final = "called a synchronizing CUDA operation"
+"""How torch warns of a call that waits for the GPU."""
+_MENDED: Final = "2.12"
+"""The first torch that cleans up behind a recording that fails."""
 _MOST_KINDS: Final = 64
 """Kinds of calls that are remembered. There is no end of them where a model is given what changes every time."""
+
+
+_ALONE: ContextVar[bool] = ContextVar("alone", default=True)
+
+
+@contextmanager
+def launched_one_by_one() -> Generator[None]:
+    """Have forwards of now neither recorded nor replayed, as others have a part in them."""
+    before = _ALONE.set(False)
+    try:
+        yield
+    finally:
+        _ALONE.reset(before)
+
+
+def is_alone() -> bool:
+    """Whether the present forward may be recorded, for nobody else has a part in it."""
+    return _ALONE.get()
 
 
 @dataclass(kw_only=True, slots=True)
@@ -88,7 +119,7 @@ class CudaGraphs:
         @functools.wraps(compute)
         def forward(*args: Any, **kwargs: Any) -> Any:
             call = call_of(compute, args, kwargs)
-            if not _recordable(call.leaves):
+            if not is_alone() or not _recordable(call.leaves):
                 return compute(*args, **kwargs)
             kinds = self._kinds  # dropped, it is replaced by another
             kind = kinds.setdefault(call.key, _Kind())
@@ -142,10 +173,13 @@ def _recorded(compute: Callable[..., Any], call: Call) -> _Recording | None:
     """A recording, if it is faster than what it records."""
     inputs = [leaf.clone() if isinstance(leaf, Tensor) else leaf for leaf in call.leaves]
     args, kwargs = pytree.tree_unflatten(inputs, call.spec)
+    if _waits(lambda: compute(*args, **kwargs)):
+        log.info("no CUDA graph: something in the forward waits for the GPU")
+        return None
     plain = _seconds(lambda: compute(*args, **kwargs))
     try:
         recording = _record(compute, inputs, call.spec)
-    except RuntimeError as error:  # something in the forward waits for the GPU or reads from it
+    except RuntimeError as error:
         log.info("no CUDA graph: %s", str(error).splitlines()[0])
         return None
     replayed = _seconds(lambda: recording.replay(call.leaves))
@@ -167,13 +201,54 @@ _WORD: Final = {True: "kept", False: "dropped"}
 
 def _record(compute: Callable[..., Any], inputs: list[Any], spec: Any) -> _Recording:
     args, kwargs = pytree.tree_unflatten(inputs, spec)
-    graph = torch.cuda.CUDAGraph()
+    graph, pool, stream = torch.cuda.CUDAGraph(), torch.cuda.graph_pool_handle(), torch.cuda.current_stream()
     torch.cuda.synchronize()
-    # Other threads copy tensors meanwhile, which is none of this recording's business.
-    with torch.cuda.graph(graph, capture_error_mode="thread_local"):
-        made = compute(*args, **kwargs)
+    try:
+        # Other threads copy tensors meanwhile, which is none of this recording's business.
+        with torch.cuda.graph(graph, pool=pool, capture_error_mode="thread_local"):
+            made = compute(*args, **kwargs)
+    except BaseException:
+        torch.cuda.set_stream(stream)  # torch leaves its own
+        if _before(torch.__version__, _MENDED):
+            _close(pool, stream.device)
+        raise
     outputs, out_spec = pytree.tree_flatten(made)
     return _Recording(graph=graph, inputs=inputs, outputs=outputs, spec=out_spec)
+
+
+def _close(pool: Any, device: torch.device) -> None:
+    """Clean up behind a recording that failed: its memory is still being given out for it, so that none could be given
+    back to the GPU any more, and random numbers wait for its end, which a recording of nothing brings about."""
+    end: Callable[[int | None, Any], None] | None = getattr(torch._C, "_cuda_endAllocateToPool", None)
+    with suppress(RuntimeError):
+        if end is not None:
+            end(device.index, pool)
+    with suppress(RuntimeError), torch.cuda.graph(torch.cuda.CUDAGraph(), capture_error_mode="thread_local"):
+        torch.zeros(1, device=device)
+
+
+def _before(version: str, other: str) -> bool:
+    """Whether a version of torch, such as ``2.11.0+cu130``, is older than another one, of two numbers."""
+    one, two = ([int(part) for part in text.split(".")[:2]] for text in (version, other))
+    return one < two
+
+
+def _waits(run: Callable[[], object]) -> bool:
+    """Whether the host waits for the GPU in ``run``; what other threads wait for at the same time looks alike, so it is
+    run again where it seems so."""
+    return all(_seems_to_wait(run) for _ in range(3))
+
+
+def _seems_to_wait(run: Callable[[], object]) -> bool:
+    before = torch.cuda.get_sync_debug_mode()
+    with warnings.catch_warnings(record=True) as heard:
+        warnings.simplefilter("always")
+        torch.cuda.set_sync_debug_mode("warn")
+        try:
+            run()
+        finally:
+            torch.cuda.set_sync_debug_mode(before)
+    return any(_WAITS in str(warning.message) for warning in heard)
 
 
 def _seconds(run: Callable[[], object]) -> float:

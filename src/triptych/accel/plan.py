@@ -184,9 +184,6 @@ def _step_cache(name: str, model: nn.Module, threshold: float, memory: StepMemor
 def _graphs(name: str, model: nn.Module, device: torch.device) -> Technique:
     if device.type != "cuda":
         return Technique(name=f"{name}: CUDA graphs", on=False, why="needs CUDA")
-    if torch.distributed.is_available() and torch.distributed.is_initialized():
-        # each would decide by its own clock, and a collective in a recording needs all of them
-        return Technique(name=f"{name}: CUDA graphs", on=False, why="several GPUs compute together")
     if ragged_of(model).lists:
         return Technique(name=f"{name}: CUDA graphs", on=False, why="its forwards take lists of tensors")
     CudaGraphs().install(model)

@@ -12,6 +12,7 @@ import torch
 import torch.distributed as dist
 
 from tests.pipeline.harness import Inbox, finish, latents, post
+from triptych.accel.cuda_graphs import is_alone
 from triptych.accel.tally import Tally
 from triptych.config import InstanceConfig, Lora, ModelConfig, Shape, TransferConfig
 from triptych.ids import ROLES, Role
@@ -112,6 +113,7 @@ class Pair(Ranks):
     def _count(self, _module: torch.nn.Module, args: tuple[torch.Tensor, ...]) -> None:
         self.forwards += 1
         self.tokens = args[0].shape[1]
+        self.recordable = is_alone()
 
     def encoded(self, **params: Any) -> tuple[dict[str, Any], Inbox]:
         """Parameters, and what the denoiser gets."""

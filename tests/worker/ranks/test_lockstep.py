@@ -37,12 +37,14 @@ def test_guidance_on_two_ranks_is_bit_identical_and_each_computes_half(pair: Pai
     assert torch.equal(alone, shared)
     assert pair.forwards == 4
     assert pair.tokens == 32
+    assert pair.recordable, "nothing is exchanged within a forward"
 
 
 def test_without_guidance_the_ranks_share_the_tokens(pair: Pair) -> None:
     pair.forwards = 0
     alone, shared = pair.both(num_inference_steps=3, guidance_scale=1.0)
     assert (pair.forwards, pair.tokens) == (3, 16)
+    assert not pair.recordable, "a CUDA graph of one rank would wait for the other's"
     torch.testing.assert_close(alone, shared, rtol=1e-4, atol=1e-5)
 
 

@@ -9,6 +9,7 @@ from typing import Any
 
 from torch import nn
 
+from triptych.accel.cuda_graphs import launched_one_by_one
 from triptych.accel.parallel.degrees import Degrees, Layout
 from triptych.accel.parallel.exchange import install
 from triptych.accel.parallel.guidance import BranchSharing
@@ -69,8 +70,9 @@ class SharedDenoiser:
         @functools.wraps(compute)
         def forward(*args: Any, **kwargs: Any) -> Any:
             in_step = self._branches is not None and self._branches.in_step
+            way = self._guided if in_step else self._plain
             ringed = nullcontext() if ring is None or in_step else ring.used()
-            with ringed, tokens.using(self._guided if in_step else self._plain):
+            with ringed, tokens.using(way), nullcontext() if way is None else launched_one_by_one():
                 return compute(*args, **kwargs)
 
         model.forward = forward
