@@ -1,4 +1,4 @@
-"""Of requests that share forwards, as many advance as pay off, the oldest first."""
+"""Of requests that share forwards, as many advance as pay off, those first that take precedence."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def who(steps: list[Calls], turn: int, caps: dict[object, int]) -> tuple[list[in
 
 
 @pytest.mark.parametrize("turn", [0, 1, 2])
-def test_the_oldest_of_a_kind_go_first_whosever_turn_it_is(turn: int) -> None:
+def test_the_first_of_a_kind_go_first_whosever_turn_it_is(turn: int) -> None:
     assert who([step(VIDEO)] * 3, turn, {VIDEO: 1}) == ([0], [1, 2])
     assert who([step(VIDEO)] * 3, turn, {VIDEO: 2}) == ([0, 1], [2])
 

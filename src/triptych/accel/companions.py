@@ -1,7 +1,7 @@
-"""Whose step is computed when: of requests that share forwards, as many at once as pay off, the oldest first.
+"""Whose step is computed when: of requests that share forwards, as many at once as pay off, and kinds take turns.
 
 Requests that do not fit into a forward gain nothing by taking turns with those that do: all of them would end when the
-last one does. So they wait for the older ones of their kind, and kinds take turns.
+last one does. So they wait for those of their kind that take precedence (`triptych.worker.precedence`).
 """
 
 from __future__ import annotations
@@ -25,7 +25,8 @@ class Companions:
 
 
 def companions(steps: Sequence[Calls], turn: int, batcher: ForwardBatcher) -> Companions:
-    """Who advances when it is the turn of request number ``turn``. ``steps`` has the last step of each, oldest first.
+    """Who advances when it is the turn of request number ``turn``. ``steps`` has the last step of each, those first
+    that take precedence.
 
     One whose first step is to come always advances: only that shows of which kind it is.
     """

@@ -117,8 +117,8 @@ class Together(Protocol):
         ...
 
     def companions(self, runs: Sequence[StageRun], turn: int) -> Companions:
-        """Which of ``runs``, all its own and of one role, the oldest first, are to advance when it is the turn of the
-        one at ``turn``, and which others have to wait for that."""
+        """Which of ``runs``, all its own and of one role, those first that take precedence, are to advance when it is
+        the turn of the one at ``turn``, and which others have to wait for that."""
         ...
 
     def advance_together(self, runs: Sequence[StageRun]) -> list[StageResult | Exception | None]:

@@ -45,6 +45,7 @@ from triptych.worker.jobs import (
     StageJob,
     Ticket,
 )
+from triptych.worker.precedence import Precedence
 from triptych.worker.preview import PreviewThread
 from triptych.worker.running import Running
 from triptych.worker.saving import Saver
@@ -60,7 +61,7 @@ class ComputeThread(WorkerThread[ComputeJob]):
 
     ``load`` brings the pipeline into memory, in this thread. A finished stage goes on to ``stage`` (state for the
     next role) or ``encode`` (clips). ``max_running`` stages interleave; where they share forwards, as
-    many at once as pay off. Every ``checkpoint_interval`` seconds (0:
+    many at once as pay off, and who is due first (`Precedence`) goes first. Every ``checkpoint_interval`` seconds (0:
     never) a denoising stage that can gives a checkpoint to ``stage``. What compiles during a step shows in ``tally``,
     and in the log with what the request has that is not among the shapes ``warmed``.
     """
@@ -97,6 +98,7 @@ class ComputeThread(WorkerThread[ComputeJob]):
         self._running: deque[Running] = deque()
         self._numbers = itertools.count()
         self._turnover = Turnover(tally)
+        self._precedence = Precedence(max_running)
         self._in_flight: SimpleQueue[torch.cuda.Event] = SimpleQueue()
 
     def work(self) -> None:
@@ -189,7 +191,7 @@ class ComputeThread(WorkerThread[ComputeJob]):
         role = first.ticket.lease.role
         if role is Role.DECODER or not isinstance(pipeline, Together) or not pipeline.joins:
             return [self._running.popleft()]
-        alike = sorted((r for r in self._running if r.ticket.lease.role is role), key=lambda running: running.number)
+        alike = sorted((r for r in self._running if r.ticket.lease.role is role), key=lambda r: (r.due, r.number))
         who = pipeline.companions([running.run for running in alike], alike.index(first))
         group, late = [alike[index] for index in who.advance], [alike[index] for index in who.wait]
         others = [running for running in self._running if running not in group and running not in late]
@@ -209,6 +211,7 @@ class ComputeThread(WorkerThread[ComputeJob]):
         results = self._advance(pipeline, group)
         self._stepping = None
         seconds = time.perf_counter() - begun
+        self._precedence.computed(len(group))
         if self._tally.compilations != compiled:
             log.warning(
                 "compiled %d graphs in a stage of %.1f s: %s", self._tally.compilations - compiled, seconds, told()
@@ -270,6 +273,7 @@ class ComputeThread(WorkerThread[ComputeJob]):
             self._post(Stepped(lease=ticket.lease, step=running.step, steps=running.run.steps))
             self._preview(running)
         if result is None:
+            running.due = running.due or self._precedence.due(running.run.steps - running.run.step)
             self._running.append(running)
             self._saver.save_if_due(running)
         else:

@@ -29,6 +29,9 @@ class Running:
     step: int
     saved_at: float
     """When its last checkpoint was taken, or it began; seconds of `time.monotonic`."""
+    due: int = 0
+    """When it is to end, if it comes to that (`triptych.worker.precedence`); at once, as long as it has no step done,
+    for only that shows how many there are."""
     computes: Callable[[], None]
     """To be called when the model itself begins to compute."""
     streams: tuple[FrameStream, ...] = ()
