@@ -131,7 +131,7 @@ def test_prompts_of_any_length_share_a_forward(
         return joined(calls, merged)
 
     monkeypatch.setattr(batching, "_joined", watched)
-    monkeypatch.setattr(batching, "_seconds", lambda calls, count: 1.0)
+    monkeypatch.setattr(batching, "_seconds", lambda calls, count: 0.1)
     for joint, one in zip(together(trio, requests), expected, strict=True):
         assert isinstance(joint, torch.Tensor)
         assert torch.allclose(joint, one, atol=1e-4)
