@@ -135,10 +135,30 @@ def test_naming_the_model_twice_is_refused(capsys: pytest.CaptureFixture[str]) -
             ["--disagg-role", "decoder", "--num-gpus", "2", "--vae-tiling"],
             "decoder-tp=2: its strips leave nothing for vae-tiling",
         ),
-        (["--num-gpus", "2", "--step-cache", "0.1"], "batch-guidance are for denoisers of one GPU"),
+        (["--num-gpus", "2", "--step-cache", "0.1"], "num-gpus=2: batching, step-cache and batch-guidance are for"),
+        (["--num-gpus", "2", "--batch-guidance"], "num-gpus=2: batching, step-cache and batch-guidance are for"),
+        (
+            ["--num-gpus", "2", "--batching", "--max-running-requests", "2"],
+            "num-gpus=2: batching, step-cache and batch-guidance are for denoisers of one GPU",
+        ),
     ],
 )
 def test_gpus_that_no_model_could_share_so_are_refused(
+    capsys: pytest.CaptureFixture[str], words: list[str], expected: str
+) -> None:
+    assert expected in complaint(capsys, *INSTANCE, "--disagg-role", "denoiser", *words)
+
+
+@pytest.mark.parametrize(
+    ("words", "expected"),
+    [
+        (["--max-running-requests", "3"], "max-running-requests=3: must not exceed the slots (2)"),
+        (["--slots", "1", "--max-running-requests", "2"], "max-running-requests=2: must not exceed the slots (1)"),
+        (["--batching"], "batching: needs max-running-requests of 2 or more"),
+        (["--disagg-role", "encoder,decoder", "--batching"], "batching: needs max-running-requests of 2 or more"),
+    ],
+)
+def test_more_at_once_than_there_are_places_is_refused_and_so_is_joining_one(
     capsys: pytest.CaptureFixture[str], words: list[str], expected: str
 ) -> None:
     assert expected in complaint(capsys, *INSTANCE, "--disagg-role", "denoiser", *words)

@@ -6,6 +6,9 @@ from pathlib import Path
 
 import pytest
 
+from triptych.cli.arguments import said_options
+from triptych.cli.main import build_parser
+from triptych.config import InstanceConfig
 from triptych.errors import ConfigError
 from triptych.launch.args import ServerArgs
 from triptych.launch.plan import plan_pool
@@ -13,6 +16,14 @@ from triptych.launch.plan import plan_pool
 
 def value(command: tuple[str, ...], flag: str) -> str:
     return command[command.index(flag) + 1]
+
+
+def read(command: tuple[str, ...]) -> InstanceConfig:
+    """What the process of such a ``command`` makes of it."""
+    words = command[command.index("serve") :]
+    return ServerArgs.from_kwargs(**said_options(build_parser().parse_args(words))).instance_config(
+        default_device="cpu"
+    )
 
 
 def test_each_gpu_list_becomes_an_instance_that_the_server_waits_for() -> None:
@@ -38,6 +49,56 @@ def test_a_list_of_several_gpus_is_one_instance_and_only_denoisers_hear_how_to_s
         for p in plan.instances
         if p.name[0] in "de" and "denoiser" not in p.name and "--denoiser-cfg" in p.command
     ]
+
+
+def test_the_documented_pool_of_nine_gpus_has_two_denoisers_that_share_four_each() -> None:
+    """The keywords of the published Python example, word for word."""
+    server_args = ServerArgs.from_kwargs(
+        model_path="tiny", device="cuda", denoiser_sp=4, denoiser_ulysses=2, denoiser_ring=2, disagg_ib_device="mlx5_0"
+    )
+    plan = plan_pool(server_args, encoder_gpus=[[0]], denoiser_gpus=[[1, 2, 3, 4], [5, 6, 7, 8]], decoder_gpus=[[0]])
+    said = {p.name: p.command for p in plan.instances}
+    assert list(said) == ["encoder-0", "denoiser-0", "denoiser-1", "decoder-0"]
+    for name, first in (("denoiser-0", 1), ("denoiser-1", 5)):
+        config = read(said[name])
+        assert config.gpu_ids == tuple(range(first, first + 4))
+        degrees = config.parallel
+        assert (degrees.cfg, degrees.sp, degrees.ulysses, degrees.ring, degrees.tp) == (None, 4, 2, 2, 1)
+        assert config.transfer.ib_device == "mlx5_0"
+    for name in ("encoder-0", "decoder-0"):
+        config = read(said[name])
+        assert config.gpu_ids == (0,)
+        assert not config.parallel.of_denoiser
+        assert config.transfer.ib_device == "mlx5_0"
+
+
+@pytest.mark.parametrize(
+    "degrees",
+    [
+        {"cfg": 2, "sp": 4, "ulysses": 2, "ring": 2},
+        {"cfg": 1, "sp": 8, "ulysses": 4, "ring": 2},
+        {"cfg": 2, "tp": 4},
+        {"tp": 8},
+        {"ulysses": 8},
+    ],
+)
+def test_each_degree_of_a_denoiser_of_eight_gpus_reaches_its_process(degrees: dict[str, int]) -> None:
+    said = {f"denoiser_{name}": degree for name, degree in degrees.items()}
+    args = ServerArgs.from_kwargs(model_path="tiny", device="cuda", **said)
+    plan = plan_pool(args, encoder_gpus=[[0]], denoiser_gpus=[list(range(8))], decoder_gpus=[[0]])
+    (denoiser,) = (read(p.command) for p in plan.instances if p.name == "denoiser-0")
+    assert denoiser.ranks == 8
+    for name in ("cfg", "sp", "ulysses", "ring", "tp"):
+        unsaid = 1 if name == "tp" else None
+        assert getattr(denoiser.parallel, name) == degrees.get(name, unsaid), name
+
+
+def test_degrees_that_do_not_fit_the_gpus_of_a_list_are_refused_before_anything_starts() -> None:
+    args = ServerArgs.from_kwargs(model_path="tiny", device="cuda", denoiser_cfg=2, denoiser_sp=4)
+    with pytest.raises(
+        ConfigError, match="num-gpus=4: denoiser-cfg x denoiser-sp x denoiser-tp = 2 x 4 x 1 must equal"
+    ):
+        plan_pool(args, encoder_gpus=[[0]], denoiser_gpus=[[0, 1, 2, 3], [4, 5, 6, 7]], decoder_gpus=[[0]])
 
 
 def test_ranks_on_the_cpu_share_its_cores_too(monkeypatch: pytest.MonkeyPatch) -> None:
