@@ -188,10 +188,35 @@ def test_a_second_unknown_for_the_same_gap_is_not_answered() -> None:
 
 def test_refusal_ends_the_process_with_the_reason() -> None:
     bench = Bench(welcome=False)
-    bench.hear(Refused, reason="model='a': the others serve 'b'")
+    bench.hear(Refused, reason="model='a': this server is for 'b'")
     (halt,) = bench.all(Halt)
-    assert halt.error == "the server refused this instance: model='a': the others serve 'b'"
+    assert halt.error == "the server refused this instance: model='a': this server is for 'b'"
     assert bench.feed(Tick()) == []
+
+
+def test_one_that_others_keep_out_holds_what_it_has_and_asks_until_they_are_gone() -> None:
+    """Symptom: a stray instance that met a restarted server first made all the others exit, with what they held."""
+    bench = Bench()
+    bench.compute()
+    bench.feed(Ended(outcome=bench.staged()))
+    bench.server = Epoch("server-2")
+    bench.hear(Unknown)
+    bench.hear(Refused, reason="model='a': the others serve 'b'", passing=True)
+    assert not bench.all(Halt)
+    assert bench.machine.refusal == "model='a': the others serve 'b'"
+    bench.tick(11.0)
+    asked = bench.said(Hello)
+    assert [hello.copies for hello in asked[:1]] == [(OUTPUT,)]
+    bench.welcome()
+    assert bench.reported(Staged)
+    assert bench.machine.refusal == ""
+
+
+def test_one_that_others_keep_out_leaves_at_once_when_it_is_asked_to() -> None:
+    bench = Bench(welcome=False)
+    bench.hear(Refused, reason="model='a': the others serve 'b'", passing=True)
+    bench.feed(Stop(reason="SIGTERM", seconds=30.0))
+    assert [halt.error for halt in bench.all(Halt)] == [None]
 
 
 def test_stop_says_goodbye_and_halts_without_an_error() -> None:

@@ -1,5 +1,7 @@
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 from msgspec.structs import replace
 
@@ -104,6 +106,28 @@ def test_a_server_for_one_model_refuses_instances_of_another() -> None:
     bench.join("denoiser", schema=replace(SCHEMA, model="other"))
     (refused,) = bench.sent("denoiser", Refused)
     assert refused.reason == "model='other': this server is for 'some/path/m'"
+
+
+def test_a_stray_that_is_there_first_keeps_the_others_out_only_while_it_is_there() -> None:
+    """Symptom: every instance of a group ended, and the group with them, when another's instance met its restarted
+    server first."""
+    bench = Bench()
+    bench.join("stray", E, schema=replace(SCHEMA, model="other"))
+    for name in ("encoder", "denoiser", "decoder"):
+        bench.join(name)
+        assert [refused.passing for refused in bench.sent(name, Refused)] == [True]
+    bench.receive(goodbye("stray"))
+    for name in ("encoder", "denoiser", "decoder"):
+        bench.join(name)
+        assert bench.sent(name, Welcome)
+
+
+@pytest.mark.parametrize("fields", [{"protocol": 99}, {"slots": 0}, {"work_url": "x"}, {"schema": SCHEMA}])
+def test_what_is_wrong_with_an_instance_itself_does_not_pass(fields: dict[str, Any]) -> None:
+    bench = Bench(model="other")
+    bench.join("encoder", **({"schema": replace(SCHEMA, model="other")} | fields))
+    (refused,) = bench.sent("encoder", Refused)
+    assert not refused.passing
 
 
 def test_the_encoder_s_defaults_are_those_that_apply() -> None:

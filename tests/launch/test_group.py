@@ -70,6 +70,30 @@ def test_a_child_that_cannot_work_ends_the_group_with_its_last_line() -> None:
     assert ("encoder-0", "no such model: x") in lines.seen
 
 
+def test_a_child_that_has_served_is_started_again_whatever_its_exit_status(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Symptom: one that had been well for days and ended with status 2 stopped all the others, the server included."""
+    monkeypatch.setattr("triptych.launch.group.GOOD_LIFE", 0.5)
+    monkeypatch.setattr("triptych.launch.group.FIRST_DELAY", 0.01)
+    lines = Lines()
+    served = spec("import time; time.sleep(1); print('refused', flush=True); raise SystemExit(2)", "encoder-0")
+    with Group([spec(SLEEPER), served], output=lines) as group:
+        until(lambda: ("encoder-0", "refused") in lines.seen and group.statuses()[1].restarts == 1)
+        assert group.failure is None
+        assert group.statuses()[0].state == "running"
+
+
+def test_a_child_that_takes_long_to_find_that_it_cannot_work_is_tried_twice(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A large model takes longer to load than what counts as a good life."""
+    monkeypatch.setattr("triptych.launch.group.GOOD_LIFE", 0.05)
+    monkeypatch.setattr("triptych.launch.group.FIRST_DELAY", 0.01)
+    lines = Lines()
+    loads = spec("import time; time.sleep(0.2); print('no memory for it', flush=True); raise SystemExit(2)")
+    with Group([loads], output=lines) as group:
+        until(lambda: group.wait(0.1))
+        assert group.failure == "child cannot start: no memory for it"
+    assert [line for _, line in lines.seen].count("no memory for it") == 2
+
+
 def test_a_child_that_never_comes_up_is_given_up_after_some_deaths(monkeypatch: pytest.MonkeyPatch) -> None:
     """Symptom: a process that crashed at every start was started again for ever, and nobody was told why."""
     monkeypatch.setattr("triptych.launch.group.FIRST_DELAY", 0.01)

@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from triptych.errors import WireError
 from triptych.ids import Epoch, InstanceId
 from triptych.wire.codec import decode_from_instance, decode_to_instance, encode_batch
-from triptych.wire.messages import ID_LENGTH, PROTOCOL_VERSION, FromInstance, Goodbye, ToInstance, Unknown
+from triptych.wire.messages import ID_LENGTH, PROTOCOL_VERSION, FromInstance, Goodbye, Refused, ToInstance, Unknown
 
 quick = settings(max_examples=25, deadline=None, suppress_health_check=list(HealthCheck))
 
@@ -113,6 +113,13 @@ def test_an_instance_of_another_version_is_named_with_its_version() -> None:
         decode_from_instance(msgspec.msgpack.encode([hello]))
     with pytest.raises(WireError, match="malformed"):
         decode_from_instance(msgspec.msgpack.encode([hello | {"protocol": PROTOCOL_VERSION}]))
+
+
+def test_an_instance_of_an_earlier_version_can_read_why_it_is_refused() -> None:
+    refused = Refused(server_epoch=Epoch("s"), epoch=Epoch("e"), reason="protocol=5: this server speaks version 6")
+    (sent,) = msgspec.msgpack.decode(encode_batch([refused]))
+    assert sent == {"type": "refused", "server_epoch": "s", "epoch": "e", "reason": refused.reason}
+    assert decode_to_instance(encode_batch([refused])) == [refused]
 
 
 def test_the_two_directions_do_not_mix() -> None:

@@ -111,6 +111,8 @@ class Stand:
         self.crew.start()
         self.thread.start()
         assert isinstance(self.hear(Hello)[0], Hello)
+
+    def welcome(self) -> None:
         urls = {role: f"tcp://127.0.0.1:{self.port + n}" for n, role in enumerate(ROLES, 1)}
         self.server.send_member(ME, Welcome(server_epoch=SERVER, epoch=LIFE, result_urls=urls, heartbeat_interval=0.2))
         self.server.flush()
@@ -144,7 +146,8 @@ class Stand:
 
 
 @pytest.fixture
-def stand() -> Iterator[Stand]:
+def new() -> Iterator[Stand]:
+    """One that has said hello."""
     stand = Stand()
     yield stand
     stand.mailbox.post(Stop(reason="the test is over"))
@@ -155,6 +158,13 @@ def stand() -> Iterator[Stand]:
     stand.plane.check_integrity()
     stand.plane.close()
     stand.server.close()
+
+
+@pytest.fixture
+def stand(new: Stand) -> Stand:
+    """One that was welcomed."""
+    new.welcome()
+    return new
 
 
 def lease(role: Role, request: str = "r") -> Lease:
@@ -182,15 +192,24 @@ def test_a_stop_is_told_to_the_server_and_ends_well(stand: Stand) -> None:
     assert (message.reason, message.failed) == ("SIGTERM", False)
 
 
-def test_an_instance_that_is_refused_ends_as_one_that_its_operator_must_mend_something_for(stand: Stand) -> None:
+REFUSED = Refused(server_epoch=SERVER, epoch=LIFE, reason="model='a': this server is for 'b'")
+
+
+def test_an_instance_that_is_refused_ends_as_one_that_its_operator_must_mend_something_for(new: Stand) -> None:
     """Symptom: whoever supervised it started it again for ever."""
+    new.server.send_member(ME, REFUSED)
+    new.server.flush()
+    assert new.end() == EXIT_OPERATOR
+
+
+def test_an_instance_that_has_served_before_it_is_refused_is_worth_another_start(stand: Stand) -> None:
+    """Symptom: whoever supervised it gave it up, and all that it supervised with it."""
     stand.server.send_member(ME, Unknown(server_epoch=SERVER, epoch=LIFE))
     stand.server.flush()
     stand.hear(Hello)
-    refused = Refused(server_epoch=SERVER, epoch=LIFE, reason="model='a': the others serve 'b'")
-    stand.server.send_member(ME, refused)
+    stand.server.send_member(ME, REFUSED)
     stand.server.flush()
-    assert stand.end() == EXIT_OPERATOR
+    assert stand.end() == 1
 
 
 def test_a_dead_thread_is_told_to_the_server_and_ends_badly(stand: Stand) -> None:

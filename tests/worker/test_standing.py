@@ -19,6 +19,17 @@ def test_a_server_that_never_answers_is_named_and_named_again(caplog: pytest.Log
     assert {record.levelname for record in caplog.records} == {"WARNING"}
 
 
+def test_a_refusal_is_told_and_told_again(caplog: pytest.LogCaptureFixture) -> None:
+    """Symptom: the log asked whether the server was there, which had answered."""
+    caplog.set_level(logging.INFO)
+    standing = Standing("tcp://10.0.0.9:5555")
+    for now in range(100):
+        standing.saw(False, 1000.0 + now, "model='a': the others serve 'b'" if now > 2 else "")
+    assert len(caplog.messages) == 2  # at once and after a minute
+    assert "refuses this instance for now, and is asked again: model='a': the others serve 'b'" in caplog.messages[0]
+    assert {record.levelname for record in caplog.records} == {"ERROR"}
+
+
 def test_the_answer_is_told_once_and_so_is_its_loss(caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level(logging.INFO)
     standing = Standing("tcp://10.0.0.9:5555")

@@ -53,6 +53,8 @@ from triptych.wire.messages import (
 
 HELLO_INTERVAL = 1.0
 """Seconds between hellos until one is answered."""
+REFUSED_INTERVAL = 5.0
+"""Seconds between hellos while the instances that are there keep this one out."""
 
 _EARLY = 256
 """Messages kept from a server whose welcome has not arrived: work and welcome come by different ways."""
@@ -70,6 +72,7 @@ class InstanceMachine:
         self._voice = Voice(hello)
         self._past_servers: deque[Epoch] = deque(maxlen=16)
         self._welcomed = False
+        self._refusal = ""
         self._halted = False
         self._urls: dict[Role, str] = {}
         self._early: list[FromServer] = []
@@ -88,6 +91,11 @@ class InstanceMachine:
     def welcomed(self) -> bool:
         """Whether the server knows this life of the instance."""
         return self._welcomed
+
+    @property
+    def refusal(self) -> str:
+        """Why the server keeps this life of the instance out for now; empty when it has not said that it does."""
+        return self._refusal
 
     @property
     def server_epoch(self) -> Epoch | None:
@@ -189,6 +197,10 @@ class InstanceMachine:
                     self._welcome(message)
             case Refused() if self._welcomed:
                 self._stale(event)
+            case Refused(reason=reason, passing=True):
+                # Any of the others may be the wrong one, and go: then this one is needed, with what it holds.
+                self._refusal = reason
+                self._next_hello = self._now + REFUSED_INTERVAL
             case Refused(reason=reason):
                 self._halt(f"the server refused this instance: {reason}")
             case Unknown():
@@ -225,7 +237,7 @@ class InstanceMachine:
             self._out.append(ConnectResults(urls=message.result_urls))
         if self._welcomed and not new_server:
             return
-        self._welcomed = True
+        self._welcomed, self._refusal = True, ""
         for work in self._leases.works.values():
             if work.outcome is not None:
                 self._leases.report_outcome(work)

@@ -83,11 +83,11 @@ class Membership:
             ledger.lose(member, "restarted", crashed=True)
             member = None
         if member is None:
-            if reason := self._objection(message)[:_REASON]:
-                refused = Refused(server_epoch=ledger.server_epoch, epoch=message.epoch, reason=reason)
-                ledger.out.append(SendMember(instance=message.instance, message=refused))
-                ledger.roster.refuse(message, reason)
-                ledger.count("instance_refused", reason, message.instance)
+            if reason := self._objection(message):
+                self._refuse(message, reason, passing=False)
+                return
+            if reason := self._objection_of_others(message):
+                self._refuse(message, reason, passing=True)
                 return
             member = self._join(message)
             self._welcome(member)
@@ -99,8 +99,15 @@ class Membership:
             if lease not in member.grants:
                 ledger.cancel(member, lease)
 
+    def _refuse(self, message: Hello, reason: str, *, passing: bool) -> None:
+        ledger, reason = self._ledger, reason[:_REASON]
+        refused = Refused(server_epoch=ledger.server_epoch, epoch=message.epoch, reason=reason, passing=passing)
+        ledger.out.append(SendMember(instance=message.instance, message=refused))
+        ledger.roster.refuse(message, reason)
+        ledger.count("instance_refused", reason, message.instance)
+
     def _objection(self, message: Hello) -> str:
-        ledger = self._ledger
+        """What is wrong with an instance, whoever else is there; empty when nothing is."""
         if message.protocol != PROTOCOL_VERSION:
             return f"protocol={message.protocol}: this server speaks version {PROTOCOL_VERSION}"
         if not message.roles or message.slots < 1:
@@ -109,8 +116,13 @@ class Membership:
             parse_tcp_url("work_url", message.work_url)
         except ConfigError as error:
             return error.message
-        if (model := ledger.config.model) is not None and not message.schema.is_called(model):
+        if (model := self._ledger.config.model) is not None and not message.schema.is_called(model):
             return f"model={message.schema.model!r}: this server is for {model!r}"
+        return ""
+
+    def _objection_of_others(self, message: Hello) -> str:
+        """Why an instance cannot serve beside those that are there, of whom any may be the wrong one."""
+        ledger = self._ledger
         schema, mine = self._schema_of_others(message)
         if schema is not None and not schema.agrees(mine) and (ledger.members or ledger.jobs):
             others = f"model={message.schema.model!r}: the others serve {schema.model!r}"

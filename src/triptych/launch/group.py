@@ -43,7 +43,8 @@ COLLECT_SECONDS = 5.0
 TELL_SECONDS = 2.0
 """How long listeners may take to hear the last of what happened."""
 EXIT_CONFIG = 2
-"""Exit status of a process whose options or model cannot work; starting it again would not help."""
+"""Exit status of a process that has not served since its options or model cannot work; starting it again would not
+help."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -107,6 +108,8 @@ class _Child:
         self.start_again_at = 0.0
         self.deaths = 0
         self.proven = False
+        self.hopeless = True
+        """Whether every life so far ended of what no other start would mend, by what it said itself."""
         self.restarts = 0
         self.last_lines: deque[str] = deque(maxlen=20)
         self.reader: threading.Thread | None = None
@@ -287,7 +290,10 @@ class Group:
         good = now - child.started_at >= GOOD_LIFE
         child.proven = child.proven or good
         child.deaths = 1 if good else child.deaths + 1
-        if (hopeless and child.restarts == 0) or (child.deaths >= MOST_EARLY_DEATHS and not child.proven):
+        child.hopeless = child.hopeless and hopeless
+        # After a long life the word at its end is doubted once: it may have been spent with serving, or with loading.
+        given_up = child.hopeless and (child.restarts > 0 or not child.proven)
+        if given_up or (child.deaths >= MOST_EARLY_DEATHS and not child.proven):
             self._failure = ConfigError(f"{child.spec.name} cannot start: {_complaint(child.last_lines) or reason}")
             self._change(child, "failed", reason)
             self._stopping.set()

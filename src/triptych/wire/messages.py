@@ -17,7 +17,7 @@ from triptych.wire.schema import RequestSchema
 
 MAX_PREVIEW_BYTES = 32 << 10
 
-PROTOCOL_VERSION = 5
+PROTOCOL_VERSION = 6
 
 ID_LENGTH = 256
 """Characters of the longest id. Ids of strangers are echoed in answers, which wait for whoever does not read them."""
@@ -298,10 +298,14 @@ class Welcome(_ToInstance, frozen=True, tag="welcome"):
     """Seconds."""
 
 
-class Refused(_ToInstance, frozen=True, tag="refused"):
-    """A hello that cannot be accepted: another protocol version, or another model than the others serve."""
+class Refused(_ToInstance, frozen=True, tag="refused", omit_defaults=True):
+    """A hello that cannot be accepted: another protocol version, or another model than the others serve.
+
+    What a default says is left out, so that an instance of an earlier version can read why it is refused."""
 
     reason: str
+    passing: bool = False
+    """It is because of the instances that are there, and may be over when they are not: say hello again."""
 
 
 class Unknown(_ToInstance, frozen=True, tag="unknown"):

@@ -109,7 +109,7 @@ class ControlLoop:
                 if self._metrics is not None:
                     self._metrics.held(len(self._machine.leases))
                     self._metrics.dropped(self._control.dropped)
-                self._standing.saw(self._machine.welcomed, now)
+                self._standing.saw(self._machine.welcomed, now, self._machine.refusal)
                 self._audit()
             self._feed(Tick())
             self._control.flush()
@@ -259,4 +259,6 @@ class ControlLoop:
         if action.error is not None:
             log.critical("%s", action.error)
         if self._exit_code is None:
-            self._exit_code = 0 if action.error is None else EXIT_OPERATOR
+            # One that has served was launched well: what it met may pass, and whoever supervises it starts it again.
+            failed = EXIT_OPERATOR if self._machine.server_epoch is None else 1
+            self._exit_code = 0 if action.error is None else failed

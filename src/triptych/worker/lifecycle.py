@@ -18,7 +18,8 @@ from triptych.ids import Epoch, InstanceId, Role
 log = logging.getLogger(__name__)
 
 EXIT_OPERATOR: Final = 2
-"""Exit code of a process that the operator must mend something for; whoever supervises it need not start it again."""
+"""Exit code of a process that has not served because the operator must mend something; whoever supervises it need not
+start it again."""
 
 
 def instance_id(roles: Sequence[Role], host: str, work_url: str) -> InstanceId:

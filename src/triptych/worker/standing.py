@@ -21,15 +21,23 @@ class Standing:
         self.welcomed = False
         self._since: float | None = None
         self._due = 0.0
+        self._refusal = ""
 
-    def saw(self, welcomed: bool, now: float) -> None:
-        """Whether the latest hello has been answered, at ``now`` in seconds of any clock."""
+    def saw(self, welcomed: bool, now: float, refusal: str = "") -> None:
+        """Whether the latest hello has been answered, at ``now`` in seconds of any clock. ``refusal``: why the server
+        takes this instance not yet, where it has said that."""
         if welcomed != self.welcomed or self._since is None:
             self._since, self._due = now, now + PATIENCE
             if welcomed:
                 log.info("the server at %s has taken this instance", self._server_addr)
             elif self.welcomed:
                 log.warning("the server at %s does not know this instance any more: saying hello", self._server_addr)
+        if refusal:
+            if refusal != self._refusal or now >= self._due:
+                self._due = now + _AGAIN
+                log.error(
+                    "the server at %s refuses this instance for now, and is asked again: %s", self._server_addr, refusal
+                )
         elif not welcomed and now >= self._due:
             self._due = now + _AGAIN
             log.warning(
@@ -38,4 +46,4 @@ class Standing:
                 self._server_addr,
                 now - self._since,
             )
-        self.welcomed = welcomed
+        self.welcomed, self._refusal = welcomed, refusal
