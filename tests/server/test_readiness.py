@@ -167,6 +167,31 @@ def test_a_name_that_cannot_be_looked_up_is_asked_for_again_after_a_while(hosts:
     assert not addresses.stale
 
 
+@pytest.mark.parametrize("name", ["gpu7..lan", ".a", "x" * 64 + ".lan"])
+def test_a_name_that_can_be_none_does_not_keep_others_unknown(name: str) -> None:
+    """Symptom: a server was not ready for ever, once an instance under a malformed name had said hello."""
+    addresses = Addresses()
+    here = socket.gethostname()
+    for url in (f"tcp://{name}:9", f"tcp://{here}:19000"):
+        addresses.points(url)
+    addresses.resolve()
+    assert match(addresses, f"tcp://{here}:19000", "tcp://127.0.0.1:19000")
+    assert match(addresses, f"tcp://{name}:9", f"tcp://{name}:9")
+
+
+def test_names_that_only_refused_instances_have_are_not_looked_up(hosts: dict[str, str]) -> None:
+    """Symptom: names that strangers chose were looked up before those of the operator, every five seconds."""
+    hosts |= {"denoiser-0.svc": "192.0.2.1", "stranger.example": "192.0.2.1"}
+    addresses = Addresses(Clock())
+    attendance = Attendance({N: ("tcp://denoiser-0.svc:19000",)}, addresses)
+    stranger = {"tcp://stranger.example:19000": "protocol=0"}
+    attendance.judge([], {}, stranger)
+    addresses.resolve()
+    assert "has not registered" in attendance.judge([], {}, stranger).reasons[0]
+    for url in ("tcp://denoiser-0.svc:19000", "tcp://192.0.2.1:19000"):
+        assert "was refused: protocol=0" in attendance.judge([], {}, {url: "protocol=0"}).reasons[0]
+
+
 def test_a_named_instance_that_comes_back_at_another_address_is_known_again(hosts: dict[str, str]) -> None:
     """Symptom: a pod that got another address behind its name was missed until the server was started anew."""
     clock = Clock()

@@ -125,21 +125,23 @@ class Addresses:
         self._resolved = {name: _look_up(name) or self._resolved.get(name, frozenset()) for name in names}
         self._looked_at = self._clock()
 
-    def points(self, url: str) -> frozenset[tuple[str, int]]:
-        """The host addresses and ports that a URL points at; none when it is not ``tcp://host:port``."""
+    def points(self, url: str, *, ask: bool = True) -> frozenset[tuple[str, int]]:
+        """The host addresses and ports that a URL points at; none when it is not ``tcp://host:port``. ``ask``: have
+        `resolve` look up its name, if it is one."""
         try:
             host, port = parse_tcp_url("url", url)
         except ConfigError:
             return frozenset()
-        return frozenset((address, port) for address in self._hosts(host))
+        return frozenset((address, port) for address in self._hosts(host, ask))
 
-    def _hosts(self, host: str) -> frozenset[str]:
+    def _hosts(self, host: str, ask: bool) -> frozenset[str]:
         if host == "localhost":
             return frozenset({_HERE})
         try:
             addresses = frozenset({str(ipaddress.ip_address(host))})
         except ValueError:
-            self._asked.add(host)
+            if ask:
+                self._asked.add(host)
             addresses = self._resolved.get(host)
             if not addresses:
                 return frozenset({host})
@@ -153,7 +155,7 @@ def _look_up(name: str) -> frozenset[str]:
     """The addresses of a host; none when it is not known."""
     try:
         return frozenset(str(entry[4][0]) for entry in socket.getaddrinfo(name, None, type=socket.SOCK_STREAM))
-    except OSError:
+    except (OSError, ValueError):  # not known, or not even a name
         return frozenset()
 
 
@@ -196,7 +198,8 @@ class Attendance:
         for instance in live:
             for point in self._addresses.points(instance.work_url):
                 at.setdefault(point, set()).update(instance.roles)
-        objections = {point: why for url, why in refused.items() for point in self._addresses.points(url)}
+        # Anybody can be refused, under any names, which are not worth the time that strangers' name servers take.
+        objections = {point: why for url, why in refused.items() for point in self._addresses.points(url, ask=False)}
         absent: dict[tuple[Role, str], str] = {}
         for role, url in self._named:
             points = self._addresses.points(url)
