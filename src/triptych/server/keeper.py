@@ -55,6 +55,8 @@ class Keeper:
         self._mint = IdMint()
         self._threads = ThreadPoolExecutor(STORE_THREADS, thread_name_prefix="media-store")
         self._readers = ThreadPoolExecutor(READ_THREADS, thread_name_prefix="media-read")
+        self._looker = ThreadPoolExecutor(1, thread_name_prefix="media-look")
+        """A look that waited for large files to be stored would say that the store is silent."""
         self._background: set[asyncio.Task[Any]] = set()
         self.records = Records(config.retained_jobs, self._forget, retained_bytes=config.retained_bytes)
         self.saved = SavedFiles(self.records, config.output_dir, config.state_dir, self.note, self.fetch)
@@ -99,7 +101,7 @@ class Keeper:
             task.cancel()
         closing = asyncio.ensure_future(asyncio.to_thread(self._archive.close))
         await asyncio.wait((closing,), timeout=seconds)
-        for threads in (self._threads, self._readers):
+        for threads in (self._threads, self._readers, self._looker):
             threads.shutdown(wait=False, cancel_futures=True)
         if closing.done():
             closing.result()
@@ -240,7 +242,7 @@ class Keeper:
 
     async def _look(self) -> None:
         try:
-            await self.in_thread(self._media.look)
+            await asyncio.get_running_loop().run_in_executor(self._looker, self._media.look)
             self._media_trouble = ""
         except (StorageFull, StorageFailed) as error:
             if error.message != self._media_trouble:
