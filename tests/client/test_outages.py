@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import http.server
 import threading
+import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -24,10 +25,12 @@ from triptych.client import (
 )
 
 CLIP = bytes(range(256)) * 40
+CUT_PATIENCE = 0.5
 
 
 class Proxy(http.server.ThreadingHTTPServer):
-    """Passes requests on, but for those that `plan` has a mishap for: a status, or ``"reset"`` or ``"hang"``."""
+    """Passes requests on, but for those that `plan` has a mishap for: a status, or ``"reset"``, ``"hang"``
+    or ``"cut"``: half an answer, which takes longer than some patience."""
 
     daemon_threads = True
 
@@ -65,15 +68,21 @@ class _Passing(http.server.BaseHTTPRequestHandler):
             self.close_connection = True
             return
         there = httpx.request(self.command, f"{self.server.behind}{self.path}", content=body, headers=kind)
-        self._answer(there.status_code, {"content-type": there.headers.get("content-type", "")}, there.content)
+        kind = {"content-type": there.headers.get("content-type", "")}
+        self._answer(there.status_code, kind, there.content, cut=mishap == "cut")
 
     do_GET = do_POST = do_DELETE = _pass
 
-    def _answer(self, status: int, headers: dict[str, str], body: bytes) -> None:
+    def _answer(self, status: int, headers: dict[str, str], body: bytes, *, cut: bool = False) -> None:
         self.send_response(status)
         for name, value in {**headers, "content-length": str(len(body))}.items():
             self.send_header(name, value)
         self.end_headers()
+        if cut:
+            self.wfile.write(body[: len(body) // 2])
+            time.sleep(2 * CUT_PATIENCE)
+            self.close_connection = True
+            return
         self.wfile.write(body)
 
     def log_message(self, format: str, *args: Any) -> None:
@@ -153,6 +162,18 @@ def test_a_file_is_fetched_anew_when_the_way_breaks(
     assert generate(proxy.url, path=tmp_path / "a.mp4").read() == CLIP
     assert proxy.seen("DELETE") == []
     assert [path.name for path in tmp_path.iterdir()] == ["a.mp4"]
+
+
+@both
+@pytest.mark.parametrize("to_file", [False, True])
+def test_a_long_download_that_breaks_is_begun_anew_however_long_it_took(
+    proxy: Proxy, generate: Callable[..., Result], to_file: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Symptom: one that broke after two minutes was given up as if the server had been silent for so long."""
+    monkeypatch.setattr(outages, "PATIENCE_SECONDS", CUT_PATIENCE)
+    proxy.plan = lambda method, path, nth: "cut" if path.endswith("/content") and nth <= 2 else None
+    assert generate(proxy.url, path=tmp_path / "a.mp4" if to_file else None).read() == CLIP
+    assert len([path for path in proxy.seen("GET") if path.endswith("/content")]) == 3
 
 
 @both

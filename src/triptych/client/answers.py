@@ -23,6 +23,10 @@ class ConnectionBroken(ServerUnreachable):
     """The connection was lost when something had been sent: what was asked for may have been done."""
 
 
+class AnswerBroken(ConnectionBroken):
+    """It was lost in the middle of the answer."""
+
+
 class ClientTimeout(TriptychError):
     """The deadline of the call passed."""
 

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from typing import TypeAlias
 
-from triptych.client.answers import ClientTimeout, RequestRefused, ServerUnreachable
+from triptych.client.answers import AnswerBroken, ClientTimeout, RequestRefused, ServerUnreachable
 
 PATIENCE_SECONDS = 120.0
 """How long a wait goes on without one answer about the job: jobs may outlive the server's restart."""
@@ -38,7 +38,9 @@ class Outage:
         """
         if isinstance(error, RequestRefused) and error.http_status not in PASSING:
             raise error
-        if self._since is None:
+        if isinstance(error, AnswerBroken):  # until then there was one, however long it took
+            self._since = now
+        elif self._since is None:
             self._since = begun
         if now - self._since >= PATIENCE_SECONDS:
             text = f"no answer about {self._about} for {now - self._since:.0f} seconds, it may go on: {error.message}"

@@ -13,7 +13,7 @@ from typing import Any, Literal, Self, TypeVar
 import httpx
 
 from triptych.client import operations
-from triptych.client.answers import ClientTimeout, ConnectionBroken, Job, Result, ServerUnreachable
+from triptych.client.answers import AnswerBroken, ClientTimeout, ConnectionBroken, Job, Result, ServerUnreachable
 from triptych.client.operations import Call, OnProgress, Pause, Pictures, Steps
 from triptych.errors import ConfigError
 
@@ -157,9 +157,10 @@ class Client:
         if isinstance(step, Pause):
             time.sleep(step.seconds)
             return None
-        deadline = time.monotonic() + step.seconds
+        deadline, answered = time.monotonic() + step.seconds, False
         try:
             with self._http.stream(step.method, step.path, **_arguments(step)) as response:
+                answered = True
                 if step.save_to is None or not response.is_success:
                     chunks: list[bytes] = []
                     for chunk in response.iter_bytes():
@@ -177,7 +178,7 @@ class Client:
                     part.unlink(missing_ok=True)
                 return _whole(response, b"")
         except httpx.HTTPError as error:
-            raise _failure(error, step, str(self._http.base_url)) from error
+            raise _failure(error, step, str(self._http.base_url), answered=answered) from error
 
 
 class AsyncClient:
@@ -303,9 +304,10 @@ class AsyncClient:
         if isinstance(step, Pause):
             await asyncio.sleep(step.seconds)
             return None
-        deadline = time.monotonic() + step.seconds
+        deadline, answered = time.monotonic() + step.seconds, False
         try:
             async with self._http.stream(step.method, step.path, **_arguments(step)) as response:
+                answered = True
                 if step.save_to is None or not response.is_success:
                     chunks: list[bytes] = []
                     async for chunk in response.aiter_bytes():
@@ -323,7 +325,7 @@ class AsyncClient:
                     part.unlink(missing_ok=True)
                 return _whole(response, b"")
         except httpx.HTTPError as error:
-            raise _failure(error, step, str(self._http.base_url)) from error
+            raise _failure(error, step, str(self._http.base_url), answered=answered) from error
 
 
 def _address(base_url: str) -> str:
@@ -370,10 +372,12 @@ def _whole(response: httpx.Response, data: bytes) -> httpx.Response:
     return httpx.Response(response.status_code, headers=headers, content=data, request=response.request)
 
 
-def _failure(error: httpx.HTTPError, call: Call, base_url: str) -> ServerUnreachable | ClientTimeout:
+def _failure(error: httpx.HTTPError, call: Call, base_url: str, *, answered: bool) -> ServerUnreachable | ClientTimeout:
+    """What it means that a call failed. ``answered``: the answer had begun."""
     if isinstance(error, httpx.TimeoutException) and not isinstance(error, httpx.ConnectTimeout):
         return ClientTimeout(f"{call.method} {call.path}: no answer within {call.seconds:g} seconds")
     text = str(error) or type(error).__name__
     if isinstance(error, httpx.NetworkError | httpx.RemoteProtocolError) and not isinstance(error, httpx.ConnectError):
-        return ConnectionBroken(f"the connection to {base_url} was lost: {text}")
+        broken = AnswerBroken if answered else ConnectionBroken
+        return broken(f"the connection to {base_url} was lost: {text}")
     return ServerUnreachable(f"{base_url} cannot be reached: {text}")
