@@ -107,6 +107,30 @@ def test_a_name_that_is_not_known_is_looked_up_again(resolver: Resolver) -> None
     assert resolver.asked["unknown.example"] == 2
 
 
+def test_a_look_up_that_finds_no_thread_is_put_off_and_keeps_no_turn(
+    resolver: Resolver, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Symptom: each one lost its turn, and its name was never answered again, until the server was started anew."""
+
+    def full(_: threading.Thread) -> None:
+        raise RuntimeError("can't start new thread")
+
+    async def main() -> None:
+        finder = Lookups()
+        hosts = [f"h{i}.pictures.example" for i in range(MOST_OF_SITE + 1)]
+        with monkeypatch.context() as machine:
+            machine.setattr(threading.Thread, "start", full)
+            for host in hosts:
+                with pytest.raises(TooBusy, match="thread"):
+                    await finder.addresses(host)
+        async with asyncio.timeout(60):
+            for host in hosts:
+                assert await finder.addresses(host) == ["192.0.2.1"]
+
+    monkeypatch.setattr(lookups, "WAIT_SECONDS", 1.0)
+    asyncio.run(main())
+
+
 @pytest.mark.parametrize(
     ("host", "site"),
     [("a.b.Example.com.", "example.com"), ("example.com", "example.com"), ("localhost", "localhost"), ("", "")],

@@ -36,7 +36,8 @@ class Lookups:
 
     async def addresses(self, host: str) -> list[str]:
         """Every address of a host as text. Raises `OSError` or `UnicodeError` for one that is not known, and `TooBusy`
-        when its turn does not come. Who is cancelled meanwhile waits no longer, and those of one name wait together.
+        when its turn does not come or the machine has no thread for it. Who is cancelled meanwhile waits no longer, and
+        those of one name wait together.
         """
         if (found := self._under_way.get(host)) is None:
             site = site_of(host)
@@ -92,7 +93,10 @@ class Lookups:
             with suppress(RuntimeError):  # the loop is closed
                 loop.call_soon_threadsafe(ended, outcome)
 
-        threading.Thread(target=look, name="lookup", daemon=True).start()
+        try:
+            threading.Thread(target=look, name="lookup", daemon=True).start()
+        except RuntimeError as error:
+            ended(TooBusy(f"there is no thread for another look-up now: {error}"))
         return future
 
 
