@@ -99,6 +99,17 @@ def test_what_a_model_does_not_take_is_refused_by_name(
         read_order(schema, Body(fields=dict(fields), uploads=uploads), "video")
 
 
+def test_the_longest_duration_that_a_refusal_names_is_taken() -> None:
+    """Symptom: at 24 fps it named 2.70833 seconds for 65 frames, which is a little more."""
+    for fps in range(1, 121):
+        fields: dict[str, object] = {"prompt": "a", "fps": fps}
+        with pytest.raises(BadRequest, match="at most") as caught:
+            read_order(PAIR, Body(fields=fields | {"seconds": 1000}, uploads={"image": [FIRST]}), "video")
+        named = float(caught.value.message.partition("at most ")[2].split()[0])
+        order = read_order(PAIR, Body(fields=fields | {"seconds": named}, uploads={"image": [FIRST]}), "video")
+        assert order.params["num_frames"] == 65
+
+
 def test_a_strength_that_leaves_no_step_is_refused() -> None:
     body = Body(fields={"prompt": "a", "strength": 0.2}, uploads={"image": [FIRST], "mask": [SECOND]})
     with pytest.raises(BadRequest, match=r"strength=0.2: must be at least 0.25 at 4 steps"):

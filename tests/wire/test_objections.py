@@ -48,6 +48,17 @@ def test_what_cannot_be_together_is_named_with_what_can(values: dict[str, Any], 
     assert objection.message.startswith(message)
 
 
+def test_the_strength_that_an_objection_names_is_taken() -> None:
+    """Symptom: at 3 steps it named 0.333333, which was then refused with the same words."""
+    for steps in range(1, 10_001):
+        given = GIVEN | {"num_inference_steps": steps}
+        objection = SCHEMA.objection(given | {"strength": 1e-9})
+        assert objection is not None
+        named = float(objection.message.partition("at least ")[2].split()[0])
+        assert named <= 1.001 / steps + 1e-4, "it is near the least"
+        assert SCHEMA.objection(given | {"strength": named}) is None
+
+
 @pytest.mark.parametrize(
     "values",
     [

@@ -7,6 +7,7 @@ Nothing here leaves the process: what is refused here never reaches an instance.
 
 from __future__ import annotations
 
+import math
 import re
 import secrets
 from collections.abc import Callable, Mapping, Sequence
@@ -217,7 +218,8 @@ def _frames(params: Mapping[str, Param], values: Mapping[str, Any], duration: An
     frames = params["num_frames"]
     assert frames.maximum is not None  # the house's bounds see to it
     if not 0 < seconds * fps <= frames.maximum:
-        refuse("seconds", duration, f"more than 0 and at most {frames.maximum / fps:g} at {fps:g} fps")
+        longest = math.floor(1e4 * frames.maximum / fps) / 1e4  # rounded down: what is named is taken
+        refuse("seconds", duration, f"more than 0 and at most {longest:.10g} at {fps:g} fps")
     return nearest(frames, seconds * fps), f"{seconds:g}"
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Mapping
 from pathlib import PurePath
 from typing import Any, Literal, NamedTuple
@@ -176,9 +177,10 @@ class RequestSchema(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
         strength, steps = params.get("strength"), params.get("num_inference_steps")
         if strength is None or steps is None or int(steps * strength) >= 1:
             return None
+        least = math.ceil(1e4 / steps) / 1e4  # rounded up: what is named is taken
         return Objection(
             "strength",
-            f"strength={strength}: must be at least {1 / steps:g} at {steps} steps, so that one step is computed",
+            f"strength={strength}: must be at least {least:g} at {steps} steps, so that one step is computed",
         )
 
     def _too_large(self, params: Mapping[str, Any]) -> str | None:
