@@ -62,6 +62,26 @@ def test_a_size_without_weights_is_run_role_by_role_with_random_ones(small: Path
     ]
 
 
+def test_a_size_of_two_transformers_runs_both(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    components = {**SMALL.components, "transformer_2": SMALL.components["transformer"]}
+    of_two = synth.Size(pipeline="WanPipeline", components=components, settings={"boundary_ratio": 0.875})
+    monkeypatch.setitem(synth.SIZES, "of two", of_two)
+    synth.write_configs("of two", tmp_path / "model")
+    computed: list[int] = []
+    forward = WanTransformer3DModel.forward
+
+    def watched(self: WanTransformer3DModel, *args: Any, **kwargs: Any) -> Any:
+        computed.append(id(self))
+        return forward(self, *args, **kwargs)
+
+    monkeypatch.setattr(WanTransformer3DModel, "forward", watched)
+    measure(Part(
+        folder=str(tmp_path / "model"), size="of two", roles=ROLES, handoffs=str(tmp_path), device="cpu",
+        dtype="float32", params={**PARAMS, "num_inference_steps": 4},
+    ))  # fmt: skip
+    assert len(set(computed)) == 2
+
+
 def test_random_weights_are_made_in_the_size_and_dtype_of_the_model(small: Path) -> None:
     config: Any = Part(folder=str(small), size="small", roles=ROLES, handoffs="", params={}, device="cpu").model
     made = synth.random_weights("small", torch.device("cpu"))

@@ -26,6 +26,10 @@ SMALL: dict[str, tuple[str, dict[str, Any]]] = {
         "WanTransformer3DModel",
         HEADS | {"ffn_dim": 64, "text_dim": 4096, "in_channels": 36, "image_dim": 1280, "added_kv_proj_dim": 48},
     ),
+    "wan-small-i2v-of-two": (
+        "WanTransformer3DModel",
+        HEADS | {"ffn_dim": 64, "text_dim": 4096, "in_channels": 36},
+    ),
     "qwen-small": ("QwenImageTransformer2DModel", HEADS | {"axes_dims_rope": (8, 8, 8)}),
 }
 

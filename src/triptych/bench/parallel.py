@@ -242,7 +242,8 @@ def main(argv: Sequence[str]) -> int:
         model = args.model
         if model in synth.SIZES:
             dtype = torch.bfloat16 if args.device == "cuda" else torch.float32
-            synth.write(model, Path(folder), torch.device(args.device), dtype, weights=("transformer", "vae"))
+            shared = ("transformer", "transformer_2", "vae")
+            synth.write(model, Path(folder), torch.device(args.device), dtype, weights=shared)
             if args.device == "cuda":
                 torch.cuda.empty_cache()
             model = folder

@@ -137,10 +137,10 @@ def forward_of(name: str, shape: Shape, device: torch.device) -> _Forward:
             img_shapes=grid,
             return_dict=False,
         )[0]
-    channels = 36 if "i2v" in name else 16
-    latents = torch.randn(1, channels, frames, height, width, generator=generator, **options)
+    config = synth.size_named(name).components["transformer"][2]
+    latents = torch.randn(1, config.get("in_channels", 16), frames, height, width, generator=generator, **options)
     text = torch.randn(1, 512, 4096, generator=generator, **options)
-    image = torch.randn(1, 257, 1280, generator=generator, **options) if channels == 36 else None
+    image = torch.randn(1, 257, 1280, generator=generator, **options) if "image_dim" in config else None
     time_step = torch.tensor([500.0], device=device)
     return lambda model, dtype=torch.bfloat16: model(
         latents.to(dtype), time_step, text.to(dtype), None if image is None else image.to(dtype), return_dict=False

@@ -1,11 +1,13 @@
 """Checkpoints of random weights at the real sizes, so that anyone can measure speed without the real weights.
 
-The sizes are the published configurations. Times do not depend on the values of the weights; pictures do.
+The sizes are the published configurations. Times do not depend on the values of the weights; pictures do. So two models
+of one configuration, as Wan2.2 has for high and for low noise, may be the same numbers.
 """
 
 from __future__ import annotations
 
 import json
+import os
 import shutil
 from collections.abc import Callable, Collection
 from dataclasses import dataclass, field
@@ -66,6 +68,7 @@ _QWEN_TEXT = {
 }
 _WAN_1_3B = {"num_attention_heads": 12, "attention_head_dim": 128, "ffn_dim": 8960, "num_layers": 30, "text_dim": 4096}
 _WAN_14B = {"text_dim": 4096}
+_WAN_22_I2V = {"text_dim": 4096, "in_channels": 36}
 _WAN_I2V = {"text_dim": 4096, "in_channels": 36, "image_dim": 1280, "added_kv_proj_dim": 5120}
 
 
@@ -75,6 +78,13 @@ class Size:
 
     pipeline: str
     components: dict[str, tuple[str, str, dict[str, Any]]] = field(repr=False)
+    settings: dict[str, Any] = field(default_factory=dict[str, Any])
+    """What else the pipeline is made with."""
+
+    @property
+    def index(self) -> dict[str, Any]:
+        """The model's index, without its components."""
+        return {"_class_name": self.pipeline, "_diffusers_version": "0.42.1", **self.settings}
 
 
 def _wan(pipeline: str, transformer: dict[str, Any], **more: tuple[str, str, dict[str, Any]]) -> Size:
@@ -88,6 +98,13 @@ def _wan(pipeline: str, transformer: dict[str, Any], **more: tuple[str, str, dic
     return Size(pipeline=pipeline, components={**components, **more})
 
 
+def _wan_of_two(pipeline: str, transformer: dict[str, Any], boundary: float) -> Size:
+    """``transformer`` for times above the ``boundary``, a share of all, and another of its kind for those below."""
+    one = _wan(pipeline, transformer)
+    components = {**one.components, "transformer_2": one.components["transformer"]}
+    return Size(pipeline=pipeline, components=components, settings={"boundary_ratio": boundary})
+
+
 SIZES: dict[str, Size] = {
     "wan2.1-t2v-1.3b": _wan("WanPipeline", _WAN_1_3B),
     "wan2.1-t2v-14b": _wan("WanPipeline", _WAN_14B),
@@ -97,6 +114,8 @@ SIZES: dict[str, Size] = {
         image_encoder=("transformers", "CLIPVisionModel", _CLIP),
         image_processor=("transformers", "CLIPImageProcessorPil", {}),
     ),
+    "wan2.2-t2v-a14b": _wan_of_two("WanPipeline", _WAN_14B, 0.875),
+    "wan2.2-i2v-a14b": _wan_of_two("WanImageToVideoPipeline", _WAN_22_I2V, 0.9),
     "qwen-image": Size(
         pipeline="QwenImagePipeline",
         components={
@@ -159,14 +178,15 @@ def write(
     """Write the size as a Diffusers-layout folder under ``out``; returns the component folders, each of which is
     ``told`` when it is there.
 
-    One component is in memory at a time. Only those named in ``weights`` get any, the others their config alone; None:
-    all. A T5 tokenizer has no random form: the embedded model's own takes its place, whose tokens the larger
-    vocabulary has too. Other tokenizers are not written.
+    One component is in memory at a time, and a second one of its configuration shares its files. Only those named in
+    ``weights`` get any, the others their config alone; None: all. A T5 tokenizer has no random form: the embedded
+    model's own takes its place, whose tokens the larger vocabulary has too. Other tokenizers are not written.
     """
     size = size_named(name)
     out.mkdir(parents=True, exist_ok=True)
-    index: dict[str, Any] = {"_class_name": size.pipeline, "_diffusers_version": "0.42.1"}
+    index = size.index
     folders: list[Path] = []
+    written: list[str] = []
     for component, (library, class_name, config) in size.components.items():
         if class_name == "T5Tokenizer":
             shutil.copytree(tiny_path() / component, out / component, dirs_exist_ok=True)
@@ -180,9 +200,14 @@ def write(
         if issubclass(cls, nn.Module) and weights is not None and component not in weights:
             _write_config(cls, config, folder)
         elif issubclass(cls, nn.Module):
-            model: Any = build(name, component, device, dtype)
-            model.save_pretrained(folder)
-            del model
+            alike = [other for other in written if size.components[other] == size.components[component]]
+            if alike:
+                _link(out / alike[0], folder)
+            else:
+                model: Any = build(name, component, device, dtype)
+                model.save_pretrained(folder)
+                del model
+            written.append(component)
         elif _is_tokenizer(cls):
             continue
         else:
@@ -191,6 +216,12 @@ def write(
         told(folder)
     (out / "model_index.json").write_text(json.dumps(index, indent=2))
     return folders
+
+
+def _link(folder: Path, other: Path) -> None:
+    """Have what is in ``folder`` in ``other`` as well, where it takes no room of its own."""
+    shutil.rmtree(other, ignore_errors=True)
+    shutil.copytree(folder, other, copy_function=os.link)
 
 
 def _write_config(cls: Any, config: dict[str, Any], folder: Path) -> None:
@@ -205,7 +236,7 @@ def write_configs(name: str, out: Path) -> None:
     """Write the size as a Diffusers-layout folder without weights, with a tokenizer that reads letter by letter."""
     size = size_named(name)
     out.mkdir(parents=True, exist_ok=True)
-    index: dict[str, Any] = {"_class_name": size.pipeline, "_diffusers_version": "0.42.1"}
+    index = size.index
     for component, (library, class_name, config) in size.components.items():
         index[component] = [library, class_name]
         cls: Any = _class(library, class_name)
