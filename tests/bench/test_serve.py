@@ -23,6 +23,7 @@ def test_bursts_and_arrivals_on_split_roles(tmp_path: Path, capsys: pytest.Captu
     before = {child.pid for child in psutil.Process().children(recursive=True)}
     file = tmp_path / "rows.json"
     words = ["tiny", "--option", "device=cpu", "--option", "warmup=32x32x5", "--shape", "32x32x5", "--steps", "2"]
+    words += ["--slo", "600,1000x,0.001x"]
     status = main([*words, "--bursts", "1,3", "--requests", "6", "--rate", "2", "--json", str(file)])
     rows = json.loads(file.read_text())
     assert [row["load"] for row in rows] == ["burst of 1", "burst of 3", "Poisson 2/s"]
@@ -30,6 +31,8 @@ def test_bursts_and_arrivals_on_split_roles(tmp_path: Path, capsys: pytest.Captu
         assert row["done"] == row["sent"]
         assert not row["failures"]
         assert 0 < row["p50"] <= row["p95"] <= row["p99"]
+        assert [(limit["scale"], limit["share"]) for limit in row["attained"]] == [(None, 1), (1000, 1), (0.001, 0)]
+        assert row["attained"][1]["seconds"] == pytest.approx(1e6 * row["attained"][2]["seconds"])
         assert set(row["loads"]) == {"encoder-0", "denoiser-0", "decoder-0"}
         assert {"encoder", "denoiser", "decoder", "file"} == set(row["stages"])
         assert set(row["handoffs"]) == {"encoder to denoiser", "denoiser to decoder"}
@@ -43,6 +46,7 @@ def test_bursts_and_arrivals_on_split_roles(tmp_path: Path, capsys: pytest.Captu
     printed = capsys.readouterr().out
     assert printed.count("warmed up for 32x32x5") == 3
     assert "memory of denoiser" in printed
+    assert printed.count("600 s: 100.0%") == 3
     assert printed.count("handoffs, ms of staging + pull: encoder to denoiser") == 3
     assert {child.pid for child in psutil.Process().children(recursive=True)} <= before
 
@@ -55,6 +59,10 @@ def test_bursts_and_arrivals_on_split_roles(tmp_path: Path, capsys: pytest.Captu
         (["--shape", "big"], "must look like 832x480x81"),
         (["--option", "profile"], "NAME=VALUE"),
         (["--bursts", "one"], "whole numbers"),
+        (["--slo", "2x,soon"], "--slo 'soon': must be seconds above 0, or a multiple"),
+        (["--slo", "0"], "must be seconds above 0"),
+        (["--slo=-1x"], "must be seconds above 0"),
+        (["--slo", "nan"], "must be seconds above 0"),
         (["--no-split"], "leaves nothing to measure"),
         (["--denoiser-gpus", "a"], "GPU numbers"),
         (["--denoiser-gpus", "0,"], "GPU numbers"),

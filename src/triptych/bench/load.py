@@ -88,6 +88,10 @@ class Measured:
         """Whether the server's count agrees with the clients' clocks."""
         return abs(self.live - self.expected_live) <= max(_LITTLE_REQUESTS, _LITTLE_SHARE * self.expected_live)
 
+    def within(self, seconds: float) -> float:
+        """The share of all requests that gave a file in no more than ``seconds``."""
+        return sum(sample.latency <= seconds for sample in self.done) / len(self.samples)
+
     def percentile(self, share: float) -> float:
         """Latency that ``share`` of the finished requests do not exceed; NaN when none finished."""
         ordered = sorted(sample.latency for sample in self.done)

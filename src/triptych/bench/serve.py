@@ -18,6 +18,7 @@ from rich.console import Console
 from rich.table import Table
 
 from triptych.bench.arrangement import Arrangement, Running, running
+from triptych.bench.attainment import Attained, Objectives
 from triptych.bench.handoffs import Handoff, handoff_text, handoffs
 from triptych.bench.load import Load, Measured
 from triptych.bench.turnover import Turnovers, idle_text
@@ -44,6 +45,8 @@ class Row:
     p50: float
     p95: float
     p99: float
+    attained: tuple[Attained, ...] = ()
+    """What share ended within each limit."""
     live: float
     """Mean number of live requests as the server counted them; 0 for stock, which counts none."""
     expected_live: float
@@ -78,6 +81,8 @@ class Plan:
     rate: float
     open_fields: Mapping[str, Any]
     """Fields of the Poisson requests, usually of a smaller shape."""
+    objectives: Objectives = field(default_factory=Objectives)
+    """Within which time requests should end."""
 
 
 def measure(url: str, name: str, gpus: int, plan: Plan, api_key: str | None = None) -> Iterator[Row]:
@@ -90,20 +95,24 @@ def measure(url: str, name: str, gpus: int, plan: Plan, api_key: str | None = No
         first = Load(url, {**fields, **short}, kind=kind, api_key=api_key).burst(instances)
         if first.failures:
             raise ConfigError(f"{name}: the first request failed: {first.failures[0]}")
+        one = Load(url, fields, kind=kind, api_key=api_key)
+        plan.objectives.prepare(fields, lambda one=one: one.burst(1))
     load = Load(url, plan.fields, kind=kind, api_key=api_key)
     before = Turnovers.read(url, api_key)
     for count in plan.bursts:
         measured = load.burst(count)
         after = Turnovers.read(url, api_key)
-        yield _row(name, gpus, f"burst of {count}", measured, after - before)
+        attained = plan.objectives.judge(plan.fields, measured)
+        yield _row(name, gpus, f"burst of {count}", measured, after - before, attained)
         before = after
     if plan.requests:
         load = Load(url, plan.open_fields, kind=kind, api_key=api_key)
         measured = load.poisson(plan.requests, plan.rate)
-        yield _row(name, gpus, f"Poisson {plan.rate:g}/s", measured, Turnovers.read(url, api_key) - before)
+        attained = plan.objectives.judge(plan.open_fields, measured)
+        yield _row(name, gpus, f"Poisson {plan.rate:g}/s", measured, Turnovers.read(url, api_key) - before, attained)
 
 
-def _row(name: str, gpus: int, load: str, measured: Measured, turned: Turnovers) -> Row:
+def _row(name: str, gpus: int, load: str, measured: Measured, turned: Turnovers, attained: tuple[Attained, ...]) -> Row:
     return Row(
         arrangement=name,
         gpus=gpus,
@@ -114,6 +123,7 @@ def _row(name: str, gpus: int, load: str, measured: Measured, turned: Turnovers)
         p50=measured.percentile(0.50),
         p95=measured.percentile(0.95),
         p99=measured.percentile(0.99),
+        attained=attained,
         live=measured.live,
         expected_live=measured.expected_live,
         little_holds=measured.little_holds,
@@ -182,7 +192,8 @@ def say(group: Running) -> None:
 def show(rows: Sequence[Row], console: Console) -> None:
     """Print the rows as a table, then every failure."""
     table = Table(title="requests over HTTP; seconds from sending to the last byte")
-    figures = ("QPS", "P50", "P95", "P99", "live", "rate x time", "idle ms")
+    in_time = ("in time",) if any(row.attained for row in rows) else ()
+    figures = ("QPS", "P50", "P95", "P99", *in_time, "live", "rate x time", "idle ms")
     for heading in ("arrangement", "GPUs", "load", "done", *figures, "stages"):
         table.add_column(heading, justify="left" if heading in ("arrangement", "load", "stages") else "right")
     for row in rows:
@@ -195,6 +206,7 @@ def show(rows: Sequence[Row], console: Console) -> None:
             f"{row.p50:.3f}",
             f"{row.p95:.3f}",
             f"{row.p99:.3f}",
+            *("\n".join(map(str, row.attained)) for _ in in_time),
             f"{row.live:.2f}",
             f"{row.expected_live:.2f}" + ("" if row.little_holds else " (!)"),
             idle_text(row.turnovers, row.idle),
@@ -237,6 +249,11 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--steps", type=int, help="denoising steps (default: the model's)")
     parser.add_argument("--open-shape", metavar="WxHxF", help="shape of the Poisson requests (default: --shape)")
     parser.add_argument("--open-steps", type=int, help="steps of the Poisson requests (default: --steps)")
+    parser.add_argument(
+        "--slo", default="", metavar="LIMITS",
+        help="say what share of the requests ended within these seconds, or these multiples of what one takes alone on "
+        "the first arrangement: e.g. 5 or 2x,4x (default: none)",
+    )  # fmt: skip
     parser.add_argument("--stock-repeats", type=int, default=1, help="counted stock requests (default: %(default)s)")
     parser.add_argument(
         "--option", action="append", default=[], metavar="NAME=VALUE",
@@ -296,6 +313,7 @@ def _plan(args: argparse.Namespace) -> Plan:
         requests=args.requests,
         rate=args.rate,
         open_fields=_fields(open_shape, args.open_steps or args.steps),
+        objectives=Objectives.read("--slo", args.slo),
     )
 
 
