@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+import json
 import re
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 import torch
 from diffusers import WanTransformer3DModel
+from safetensors.torch import load_file
 
 from triptych.bench import memory, synth
-from triptych.bench.memory_part import Part, measure, request
+from triptych.bench.memory_part import Part, Usage, hand_over_zeros, measure, request
 from triptych.errors import ConfigError
 from triptych.ids import ROLES, Role
 from triptych.pipeline.load import load_pipeline
@@ -90,6 +93,58 @@ def test_random_weights_are_made_in_the_size_and_dtype_of_the_model(small: Path)
     assert isinstance(transformer, WanTransformer3DModel)
     assert transformer.config.ffn_dim == 64
     assert transformer.blocks[0].ffn.net[2].weight.std() > 0
+
+
+def handed(folder: Path) -> dict[str, dict[str, tuple[list[int], str]]]:
+    """Shape and dtype of all that was handed over, by file."""
+    found: dict[str, dict[str, tuple[list[int], str]]] = {}
+    for file in sorted(folder.glob("*.safetensors")):
+        tensors = load_file(file)
+        found[file.name] = {name: (list(tensor.shape), str(tensor.dtype)) for name, tensor in tensors.items()}
+    return found
+
+
+def test_zeros_have_the_shapes_of_what_the_roles_hand_over(small: Path, tmp_path: Path) -> None:
+    real, zeros = tmp_path / "real", tmp_path / "zeros"
+    for folder in (real, zeros):
+        folder.mkdir()
+    part = Part(folder=str(small), size="small", roles=ROLES, handoffs=str(real), params=PARAMS, device="cpu")
+    measure(part)
+    assert hand_over_zeros(msgspec.structs.replace(part, handoffs=str(zeros)), ROLES[:2])
+    assert len(handed(real)) == 2
+    assert handed(zeros) == handed(real)
+
+
+def test_without_its_models_nothing_is_known_of_a_loop_that_is_replayed(tmp_path: Path) -> None:
+    (tmp_path / "model_index.json").write_text(json.dumps({"_class_name": "StableDiffusionPipeline"}))
+    part = Part(folder=str(tmp_path), size=None, roles=ROLES, handoffs=str(tmp_path), params=PARAMS, device="cpu")
+    assert not hand_over_zeros(part, ROLES[:2])
+
+
+@pytest.mark.parametrize(
+    ("wanted", "known", "loaded"),
+    [
+        (["denoiser"], True, [Role.DENOISER]),
+        (["encoder", "decoder"], True, [Role.ENCODER, Role.DECODER]),
+        (["denoiser"], False, [Role.ENCODER, Role.DENOISER]),
+    ],
+)
+def test_only_the_wanted_roles_are_loaded(
+    monkeypatch: pytest.MonkeyPatch, wanted: list[str], known: bool, loaded: list[Role]
+) -> None:
+    """Symptom: to measure a denoiser, the text encoder's weights were made as well, for its handoff alone."""
+    if not known:
+        monkeypatch.setattr(memory, "hand_over_zeros", lambda part, roles: False)
+    parts: list[Role] = []
+
+    def measured(part: Part, roles: tuple[Role, ...]) -> Usage:
+        parts.extend(roles)
+        return measure(msgspec.structs.replace(part, roles=roles))
+
+    monkeypatch.setattr(memory, "_measured", measured)
+    part = Part(folder="tiny", size=None, roles=ROLES, handoffs="", params={"num_inference_steps": 1}, device="cpu")
+    assert [name for name, _ in memory.rows(part, wanted)] == wanted
+    assert parts == loaded
 
 
 def test_an_option_reaches_the_model_that_is_measured(small: Path) -> None:

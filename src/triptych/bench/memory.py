@@ -20,7 +20,7 @@ from rich.console import Console
 from rich.table import Table
 
 from triptych.bench import synth
-from triptych.bench.memory_part import Part, Usage
+from triptych.bench.memory_part import Part, Usage, hand_over_zeros
 from triptych.config import parse_shape
 from triptych.errors import ConfigError
 from triptych.ids import ROLES, Role
@@ -37,16 +37,21 @@ _OPTIONS = ("dtype", "profile", "quant", "offload", "vae_tiling", "vae_slicing")
 def rows(part: Part, wanted: Sequence[str]) -> Iterator[tuple[str, Usage]]:
     """Measure the wanted rows, `WHOLE` and roles; those come as they are measured.
 
-    A role works on what the one before it made, so roles before the last wanted one run too, without a row.
+    A role works on what the ones before it made; those of them that are not wanted hand over zeros, which takes no
+    weights. Where their shapes cannot be had so, they run too, without a row.
     """
     last = max((ROLES.index(Role(name)) for name in wanted if name != WHOLE), default=-1)
     if WHOLE in wanted:
         yield WHOLE, _measured(part, ROLES)
     with tempfile.TemporaryDirectory(prefix="triptych-handoffs-") as folder:
+        part = msgspec.structs.replace(part, handoffs=folder)
+        unwanted = tuple(role for role in ROLES[: last + 1] if role not in wanted)
+        left_out = unwanted and hand_over_zeros(part, ROLES[:last])
         for role in ROLES[: last + 1]:
-            usage = _measured(msgspec.structs.replace(part, handoffs=folder), (role,))
-            if role in wanted:
-                yield role, usage
+            if role in wanted or not left_out:
+                usage = _measured(part, (role,))
+                if role in wanted:
+                    yield role, usage
 
 
 def _measured(part: Part, roles: tuple[Role, ...]) -> Usage:

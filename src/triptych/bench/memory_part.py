@@ -23,7 +23,7 @@ from safetensors.torch import load_file, save_file
 from triptych.bench import synth
 from triptych.config import DeviceType, DTypeName, ModelConfig, Offload, ProfileChoice, Quantisation
 from triptych.ids import ROLES, Role
-from triptych.pipeline.load import load_pipeline
+from triptych.pipeline.load import load_pipeline, weightless_pipeline
 from triptych.pipeline.stage import RolePipeline, StageOutput
 from triptych.pipeline.weights import load_component
 from triptych.wire.schema import RequestSchema
@@ -105,6 +105,20 @@ def measure(part: Part) -> Usage:
         reserved=torch.cuda.max_memory_reserved() if on_gpu else None,
         resident=resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024,
     )
+
+
+def hand_over_zeros(part: Part, roles: tuple[Role, ...]) -> bool:
+    """Write what ``roles`` would hand over for the request, with zeros for what their models would compute.
+
+    False, and nothing is written, where no shapes are known without the models themselves.
+    """
+    model = ModelConfig(path=part.folder, device="cpu", dtype=part.model.effective_dtype)
+    with torch.no_grad():
+        pipeline = weightless_pipeline(model, "cpu")
+        if pipeline is None:
+            return False
+        _run(pipeline, msgspec.structs.replace(part, roles=roles), torch.device("cpu"))
+    return True
 
 
 def _run(pipeline: RolePipeline, part: Part, device: torch.device) -> None:

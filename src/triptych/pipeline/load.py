@@ -18,7 +18,7 @@ from triptych.pipeline.capabilities import for_task
 from triptych.pipeline.known import modular_counterpart
 from triptych.pipeline.loading import Loading, WarmUp
 from triptych.pipeline.modular import ModularRolePipeline
-from triptych.pipeline.modular_load import load_modular
+from triptych.pipeline.modular_load import load_modular, load_weightless
 from triptych.pipeline.rehearsal import rehearse
 from triptych.pipeline.replay import ReplayRolePipeline
 from triptych.pipeline.replay_load import load_replay
@@ -99,6 +99,20 @@ def _ready_to_compile(loading: Loading) -> Loading:
         count_compilations(loading.tally)
         allow_many_graphs()
     return loading
+
+
+def weightless_pipeline(model: ModelConfig, device: str) -> ModularRolePipeline | None:
+    """All roles of ``model`` without weights: what they hand on has its shapes, and zeros for what a model computes.
+
+    None for a model that is split by replaying its own loop.
+    """
+    quiet_libraries()
+    folder = resolve_source(model.path, revision=model.revision)
+    index = for_task(read_index(folder), model.task)
+    if modular_counterpart(index) is None:
+        return None
+    loading = Loading(model=model, roles=(), device=device, tally=Tally(), team=None, component=load_component)
+    return load_weightless(loading, folder, index)
 
 
 def _check_replayable(loading: Loading, kind: str) -> None:

@@ -52,6 +52,13 @@ def load_modular(loading: Loading, folder: Path, index: dict[str, Any]) -> tuple
     return pipeline, lambda own: plan.warm_up(own, pipeline, loaded)
 
 
+def load_weightless(loading: Loading, folder: Path, index: dict[str, Any]) -> ModularRolePipeline:
+    """All roles of that model on `ghosts`, whatever ``loading`` serves, of which nothing is read if that is nothing."""
+    plan = _Plan(loading, folder, index)
+    pipeline, _ = plan.load()
+    return plan.on_ghosts(pipeline, ROLES)
+
+
 class _Plan:
     """What is known from configs alone: the cut, who needs which component, the schema, and who shares what."""
 
@@ -144,9 +151,7 @@ class _Plan:
         loading, shapes = self._loading, self._loading.model.warmup
         if not shapes:
             return
-        others = tuple(role for role in ROLES if not loading.serves(role))
-        made = ghosts(self._folder, list(self._needed(others)), self._present, loading.dtype, loading.where)
-        before = pipeline.with_parts(self._built(made, others))
+        before = self.on_ghosts(pipeline, tuple(role for role in ROLES if not loading.serves(role)))
         denoisers = sum(name.startswith("transformer") for name in loaded)
         if self._batcher is not None:
             self._batcher.profiling = True
@@ -155,6 +160,12 @@ class _Plan:
         rehearse(own, before, shapes, denoisers=denoisers, tally=loading.tally, ranks=guided, unguided=unguided)
         if self._batcher is not None:
             self._batcher.profiling = False
+
+    def on_ghosts(self, pipeline: ModularRolePipeline, roles: tuple[Role, ...]) -> ModularRolePipeline:
+        """The model's ``roles`` without weights."""
+        loading = self._loading
+        made = ghosts(self._folder, list(self._needed(roles)), self._present, loading.dtype, loading.where)
+        return pipeline.with_parts(self._built(made, roles))
 
     def _whole_schema(self) -> RequestSchema:
         model = self._loading.model
