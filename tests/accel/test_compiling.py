@@ -153,12 +153,12 @@ def test_a_model_with_compiled_blocks_serves_any_number_of_shapes(monkeypatch: p
         num_attention_heads=2, attention_head_dim=12, ffn_dim=16, num_layers=2, text_dim=8, freq_dim=16
     ).eval()
     stock = [forward(model, size) for size in range(2, 6)]
-    compile_repeated = model.compile_repeated_blocks
+    really = nn.Module.compile
 
-    def eagerly(*, options: dict[str, Any], **more: Any) -> None:
-        compile_repeated(backend="eager", **more)
+    def eagerly(block: nn.Module, *, options: dict[str, Any], **more: Any) -> None:
+        really(block, backend="eager", **more)
 
-    monkeypatch.setattr(model, "compile_repeated_blocks", eagerly, raising=False)
+    monkeypatch.setattr(nn.Module, "compile", eagerly)
     monkeypatch.setattr("triptych.accel.plan.allow_many_graphs", lambda: None)
     tally = Tally()
     compile_blocks(model, tuned=False, varying=False, overflow=Overflow("transformer", tally))

@@ -14,7 +14,7 @@ from diffusers import (
     WanTransformer3DModel,
 )
 from diffusers.models.attention_dispatch import AttentionBackendName, dispatch_attention_fn
-from torch import Tensor
+from torch import Tensor, nn
 
 from triptych.accel import attention, plan, quant
 from triptych.accel.batching import ForwardBatcher
@@ -67,10 +67,16 @@ def test_a_model_that_acceleration_passes_over_is_named_and_takes_no_backend_by_
     named = {"transformer": model}
     told = {t.name: t for t in accelerate(named, device=CPU, dtype=torch.float32, profile="lossless")}
     assert not any(technique.on for technique in told.values())
-    assert "SD3Transformer2DModel names no repeated blocks" in told["transformer: kernels and compile"].why
+    assert told["transformer: compile"].why == "needs CUDA and Triton"
     assert "its own, which is not dispatched" in told["transformer: attention"].why
     with pytest.raises(ConfigError, match="attention-backend='native': SD3Transformer2DModel has no dispatched"):
         accelerate(named, device=CPU, dtype=torch.float32, profile="stock", backend="native")
+
+
+def test_a_model_without_blocks_is_named() -> None:
+    named: dict[str, nn.Module] = {"transformer": nn.Sequential(nn.Linear(2, 2))}
+    told = {t.name: t for t in accelerate(named, device=CPU, dtype=torch.float32, profile="lossless")}
+    assert told["transformer: kernels and compile"].why == "Sequential has no blocks, so it runs as it is"
 
 
 def test_attention_is_chosen_for_a_model_that_names_no_repeated_blocks() -> None:
@@ -84,7 +90,7 @@ def test_attention_is_chosen_for_a_model_that_names_no_repeated_blocks() -> None
     named = {"transformer": model}
     told = {t.name: t for t in accelerate(named, device=CPU, dtype=torch.float32, profile="lossless", backend="native")}
     assert told["transformer: attention"].on
-    assert not told["transformer: kernels and compile"].on
+    assert not told["transformer: compile"].on
     assert attention.backends(named) == {"transformer": "native"}
 
 

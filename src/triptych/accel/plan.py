@@ -98,7 +98,7 @@ def accelerate(
         rest = sorted(modules.keys() - text_encoders.keys())
         done += [_no_prompts(name, modules[name]) for name in rest if name.startswith("text_encoder")]
     wish, backend = backend.partition(",")[0], attention.preferred(backend, device)
-    denoisers = {name: model for name, model in modules.items() if quant.repeated_blocks(model)}
+    denoisers = {name: model for name, model in modules.items() if _has_blocks(name, model)}
     others = sorted(modules.keys() - denoisers.keys() - text_encoders.keys())
     unknown = [name for name in others if name.startswith(("transformer", "unet"))]
     for name in (*denoisers, *unknown):
@@ -139,8 +139,13 @@ def _is_text_encoder(model: nn.Module) -> bool:
     return isinstance(model, PreTrainedModel) and getattr(model, "main_input_name", "input_ids") == "input_ids"
 
 
+def _has_blocks(name: str, model: nn.Module) -> bool:
+    """Whether a denoiser's work is in blocks that are known, be they named by Diffusers or the entries of its lists."""
+    return bool(quant.repeated_blocks(model) or (name.startswith(("transformer", "unet")) and quant.blocks(model)))
+
+
 def _passed_over(name: str, model: nn.Module) -> Technique:
-    why = f"{type(model).__name__} names no repeated blocks in Diffusers, so its stock ones run"
+    why = f"{type(model).__name__} has no blocks, so it runs as it is"
     return Technique(name=f"{name}: kernels and compile", on=False, why=why)
 
 
@@ -235,7 +240,7 @@ def _fuse_and_compile(
         done.append(Technique(name=f"{name}: fused kernels", on=changed > 0, why=f"{changed} modules"))
     varying = type(model).__name__ in _TEXT_OF_ANY_LENGTH
     compile_blocks(model, tuned=tuned and not varying, varying=varying, overflow=Overflow(name, tally))
-    why = f"{len(quant.repeated_blocks(model))} repeated blocks, one graph per shape"
+    why = f"{len(quant.blocks(model))} blocks, one graph per shape"
     return [*done, Technique(name=f"{name}: compile", on=True, why=why)]
 
 
@@ -270,7 +275,7 @@ def _fuse(model: nn.Module) -> int:
 
 
 def compile_blocks(model: nn.Module, *, tuned: bool, varying: bool, overflow: Overflow) -> None:
-    """Compile the repeated blocks, one static graph per shape; when lengths are ``varying``, one graph for all lengths
+    """Compile a denoiser's blocks, one static graph per shape; when lengths are ``varying``, one graph for all lengths
     as soon as a second one is met.
 
     ``tuned``: with pointwise kernels tuned one by one. Quantised layers bring so many of those, and graphs for several
@@ -281,11 +286,10 @@ def compile_blocks(model: nn.Module, *, tuned: bool, varying: bool, overflow: Ov
 
     allow_many_graphs()
     keep_rows_in_registers()
-    compiled: Any = model
-    compiled.compile_repeated_blocks(
-        fullgraph=True, dynamic=None if varying else False, options={"coordinate_descent_tuning": tuned}
-    )
-    overflow.guard_blocks(quant.repeated_blocks(model))
+    blocks = quant.blocks(model)
+    for block in blocks:
+        block.compile(fullgraph=True, dynamic=None if varying else False, options={"coordinate_descent_tuning": tuned})
+    overflow.guard_blocks(blocks)
 
 
 def _vae(name: str, model: Any, device: torch.device, dtype: torch.dtype, tally: Tally) -> Technique:
