@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 import torch
 
+from triptych.bench import parallel
 from triptych.bench.parallel import layout, main, where
+from triptych.bench.parallel_part import Line, Part
 from triptych.errors import ConfigError
 from triptych.parallelism import Parallelism
 
@@ -34,6 +37,31 @@ def test_each_layout_is_compared_with_one_process_and_a_refused_one_does_not_sto
     printed = capsys.readouterr().out
     assert "2 ulysses3: failed: num-gpus=2" in printed
     assert " ms a step, guidance off, " in printed
+
+
+def test_what_one_device_does_is_measured_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Symptom: each number of GPUs began with the same minute on one of them, while the others were held."""
+    measured: list[tuple[int, int]] = []
+    lines = parallel._lines
+
+    def watched(part: Part, deadline: float) -> Iterator[Line]:
+        measured.append((part.gpus, part.width))
+        return lines(part, deadline)
+
+    monkeypatch.setattr(parallel, "_lines", watched)
+    base, file = tmp_path / "base", tmp_path / "rows.json"
+    kept = [*SMALL, "--base", str(base), "--json", str(file), "--layouts"]
+    assert main([*kept, "ulysses3", "--deadline", "0.2"]) == 1  # what fails is not kept
+    assert main([*kept, "ulysses3"]) == 1
+    first = json.loads(file.read_text())[:2]
+    assert [row["layout"] for row in first] == ["alone", "alone"]
+    assert main([*kept, "auto"]) == 0
+    rows = json.loads(file.read_text())
+    assert rows[:2] == first
+    assert rows[2]["equal"]
+    assert measured == [(1, 64), (1, 64), (2, 64)]
+    assert main([*kept, "ulysses3", "--shape", "32x32x5"]) == 1  # another shape is another measurement
+    assert measured[3:] == [(1, 32)]
 
 
 def test_a_layout_that_is_not_done_by_its_deadline_is_a_row_that_says_so(capsys: pytest.CaptureFixture[str]) -> None:

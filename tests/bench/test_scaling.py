@@ -22,7 +22,7 @@ REFUSED = Run(name="refused", words=("up",), deadline=60.0)
 def plan(gpus: int) -> Plan:
     return Plan(
         size="wan2.1-t2v-1.3b", model="m", gpus=gpus, device="cuda", shape="832x480x81", steps=(50, 4),
-        profile="lossless", bursts="1,2,4,8",
+        profile="lossless", bursts="1,2,4,8", base="b",
     )  # fmt: skip
 
 
@@ -37,6 +37,12 @@ def test_every_run_is_a_command_that_is_understood(gpus: int) -> None:
             count = int(run.name.partition("-")[2])
             for name in run.words[run.words.index("--layouts") + 1].split(","):
                 layout(name, count)
+
+
+def test_one_gpu_is_measured_once_for_all_numbers_of_gpus() -> None:
+    words = {run.name: run.words for run in runs(plan(8)) if run.name.startswith("step-")}
+    assert set(words) == {"step-2", "step-4", "step-8"}
+    assert {said[said.index("--base") + 1] for said in words.values()} == {"b"}
 
 
 def test_eight_gpus_are_three_pairs_or_one_of_four_beside_encoder_and_decoder_against_replicas() -> None:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import hashlib
 import json
 import os
 import re
@@ -71,10 +72,11 @@ class Row:
         return f"{head}: {self.seconds * 1e3:.1f} ms {what}, {self.ratio:.2f}x one, {same}"
 
 
-def run(part: Part, layouts: Sequence[tuple[int, str]], deadline: float) -> Iterator[Row]:
+def run(part: Part, layouts: Sequence[tuple[int, str]], deadline: float, kept: Path | None = None) -> Iterator[Row]:
     """Measure one device and then each layout on so many, of decoders last; rows come as they are measured.
 
-    ``part`` says everything but GPUs, layout and folder; ``deadline`` bounds each layout, in seconds.
+    ``part`` says everything but GPUs, layout and folder; ``deadline`` bounds each layout, in seconds. What one device
+    does is kept in the folder ``kept``, and taken from there when it was measured before.
     """
     base: dict[bool | None, tuple[float, torch.Tensor]] = {}
     denoisers = [(gpus, name, Role.DENOISER) for gpus, name in layouts if name != DECODE]
@@ -91,7 +93,7 @@ def run(part: Part, layouts: Sequence[tuple[int, str]], deadline: float) -> Iter
                 yield Row(ranks=gpus, layout=name, guidance=None, failed=error.message)
                 continue
             this = msgspec.structs.replace(part, gpus=gpus, parallel=parallel, role=role, folder=str(own))
-            for line in _lines(this, deadline):
+            for line in _lines(this, deadline) if kept is None or name != ALONE else _known(this, deadline, kept):
                 match line:
                     case Failed(reason=reason):
                         yield Row(ranks=gpus, layout=name, guidance=None, failed=reason)
@@ -118,6 +120,22 @@ def _row(
         equal=torch.equal(result, reference),
         error=((result - reference).norm() / reference.norm()).item(),
     )
+
+
+def _known(part: Part, deadline: float, kept: Path) -> Iterator[Line]:
+    """The lines of a part like ``part``, of a run before or of this one."""
+    own = kept / hashlib.sha256(msgspec.json.encode(msgspec.structs.replace(part, folder=""))).hexdigest()[:16]
+    file = own / "lines.json"
+    if file.exists():
+        yield from msgspec.json.decode(file.read_bytes(), type=list[Line])
+        return
+    own.mkdir(parents=True, exist_ok=True)
+    lines: list[Line] = []
+    for line in _lines(msgspec.structs.replace(part, folder=str(own)), deadline):
+        lines.append(line)
+        yield line
+    if all(isinstance(line, Measured) for line in lines):
+        file.write_bytes(msgspec.json.encode(lines))
 
 
 def _lines(part: Part, deadline: float) -> Iterator[Line]:
@@ -229,6 +247,9 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--profile", choices=("stock", "lossless", "fast"), default="stock")
     parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
     parser.add_argument("--deadline", type=float, default=300.0, help="seconds for each layout (default: 300)")
+    parser.add_argument(
+        "--base", type=Path, metavar="FOLDER", help="keep what one device does there, and do not measure it again"
+    )
     parser.add_argument("--json", type=Path, metavar="FILE", help="write the rows there too")
     return parser
 
@@ -260,7 +281,7 @@ def main(argv: Sequence[str]) -> int:
             folder=folder,
         )
         rows: list[Row] = []
-        for row in run(part, wanted, args.deadline):
+        for row in run(part, wanted, args.deadline, args.base):
             rows.append(row)
             print(row, flush=True)
             if args.json is not None:  # after each row: what was measured outlives what breaks off

@@ -15,6 +15,7 @@ import os
 import signal
 import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
@@ -74,6 +75,8 @@ class Plan:
     """Of the requests that are served."""
     profile: str
     bursts: str
+    base: str
+    """Folder for what one GPU does, so that it is measured once for all numbers of GPUs."""
 
 
 def runs(plan: Plan) -> Iterator[Run]:
@@ -101,7 +104,7 @@ def runs(plan: Plan) -> Iterator[Run]:
 def _sharing(plan: Plan, name: str, profile: str, counts: Sequence[int], layouts: Sequence[str]) -> Run:
     """Layouts on numbers of GPUs against one."""
     what = ("bench", "parallel", plan.model, "--shape", plan.shape, "--device", plan.device, "--profile", profile)
-    how = ("--num-gpus", ",".join(map(str, counts)), "--layouts", ",".join(layouts))
+    how = ("--num-gpus", ",".join(map(str, counts)), "--layouts", ",".join(layouts), "--base", plan.base)
     return Run(
         name=name,
         words=(*what, *how, "--deadline", str(_LAYOUT_SECONDS)),
@@ -224,18 +227,21 @@ def main(argv: Sequence[str]) -> int:
         steps = tuple(int(part) for part in args.steps.split(","))
     except ValueError:
         raise ConfigError(f"--steps {args.steps!r}: must be whole numbers with commas between") from None
-    plan = Plan(
-        size=args.size,
-        model=model,
-        gpus=args.num_gpus,
-        device=args.device or detect_device(),
-        shape=args.shape,
-        steps=steps,
-        profile=args.profile,
-        bursts=args.bursts,
-    )
-    deployments(plan.gpus)  # what is impossible is said before anything starts
-    return _all(list(runs(plan)), Ledger(args.out), args)
+    # Times of one GPU are those of this machine, so they are not kept with the rows.
+    with tempfile.TemporaryDirectory(prefix="triptych-bench-") as base:
+        plan = Plan(
+            size=args.size,
+            model=model,
+            gpus=args.num_gpus,
+            device=args.device or detect_device(),
+            shape=args.shape,
+            steps=steps,
+            profile=args.profile,
+            bursts=args.bursts,
+            base=base,
+        )
+        deployments(plan.gpus)  # what is impossible is said before anything starts
+        return _all(list(runs(plan)), Ledger(args.out), args)
 
 
 def _all(wanted: Sequence[Run], ledger: Ledger, args: argparse.Namespace) -> int:
