@@ -13,7 +13,7 @@ VISION_READY := $(VISION)/.ready
 # Where the plain torch is a CUDA build of several GB: make demo TORCH_INDEX=<address of an index of CPU builds>
 TORCH_INDEX ?=
 
-.PHONY: demo test test-vision check bench chaos families fuzz soak
+.PHONY: demo test test-vision test-gpu check bench chaos families fuzz soak
 
 demo: $(READY)
 	$(BIN)/triptych demo --output outputs/demo.mp4
@@ -24,6 +24,11 @@ test: $(READY)
 
 test-vision: $(VISION_READY)
 	OMP_NUM_THREADS=1 $(VISION)/bin/python -m pytest -m "(vision or quant) and not gpu"
+
+# What only a CUDA GPU shows, of which nothing else runs there. It takes the Python that has torch for that GPU, with
+# Triptych and pytest installed: make test-gpu PYTHON=...
+test-gpu:
+	$(PYTHON) -m pytest -m gpu -p no:cacheprovider
 
 check: $(READY)
 	$(BIN)/ruff check src tests tools

@@ -122,6 +122,17 @@ def test_a_stray_that_is_there_first_keeps_the_others_out_only_while_it_is_there
         assert bench.sent(name, Welcome)
 
 
+def test_a_refusal_is_told_once_however_often_the_instance_asks() -> None:
+    bench = Bench()
+    bench.join("encoder")
+    told: list[int] = []
+    for _ in range(3):
+        bench.join("denoiser", schema=replace(SCHEMA, model="other"))
+        assert bench.sent("denoiser", Refused)
+        told.append(sum(count.name == "instance_refused" for count in bench.all(Count)))
+    assert told == [1, 0, 0]
+
+
 @pytest.mark.parametrize("fields", [{"protocol": 99}, {"slots": 0}, {"work_url": "x"}, {"schema": SCHEMA}])
 def test_what_is_wrong_with_an_instance_itself_does_not_pass(fields: dict[str, Any]) -> None:
     bench = Bench(model="other")

@@ -103,8 +103,8 @@ class Membership:
         ledger, reason = self._ledger, reason[:_REASON]
         refused = Refused(server_epoch=ledger.server_epoch, epoch=message.epoch, reason=reason, passing=passing)
         ledger.out.append(SendMember(instance=message.instance, message=refused))
-        ledger.roster.refuse(message, reason)
-        ledger.count("instance_refused", reason, message.instance)
+        if ledger.roster.refuse(message, reason):
+            ledger.count("instance_refused", reason, message.instance)
 
     def _objection(self, message: Hello) -> str:
         """What is wrong with an instance, whoever else is there; empty when nothing is."""

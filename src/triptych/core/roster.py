@@ -37,15 +37,16 @@ class Roster:
             self.serving[role][member.id] = member
         self.refresh(member)
 
-    def refuse(self, hello: Hello, reason: str) -> None:
-        """Remember that an instance could not join."""
-        self.refused.pop(hello.work_url, None)
+    def refuse(self, hello: Hello, reason: str) -> bool:
+        """Remember that an instance could not join; whether that is news: it asks again and again."""
+        known = self.refused.pop(hello.work_url, None)
         self.refused[hello.work_url] = reason
         if len(self.refused) > _MOST_REFUSED:
             del self.refused[next(iter(self.refused))]
         for role in hello.roles:
             if not self.serving[role]:
                 self.last_lost[role] = f"{hello.instance} was refused: {reason}"
+        return reason != known
 
     def withdraw(self, member: Member, reason: str) -> None:
         """Give a member no more work from now on."""
