@@ -330,6 +330,24 @@ def test_max_free_slots_fills_the_emptiest_instance() -> None:
     assert [len(view.leases) for view in bench.router.instances()] == [1, 2]
 
 
+@pytest.mark.parametrize(("policy", "beside"), [("round_robin", "long"), ("least_work", "short")])
+def test_least_work_puts_nothing_behind_a_long_request_while_another_instance_is_nearly_done(
+    policy: str, beside: str
+) -> None:
+    bench = Bench(dispatch_policy=policy)
+    for name in ("encoder", "denoiser-0", "denoiser-1"):
+        bench.join(name, slots=2)
+    for name in ("one", "two"):  # what a step takes is learnt from a stage that ends, here a second for ten
+        bench.encode(bench.submit(name, num_inference_steps=10))
+        bench.denoise(RequestId(name), next(at for at in ("denoiser-0", "denoiser-1") if bench.sent(at, RunStage)))
+    places: dict[str, str] = {}
+    for name, steps in (("long", 500), ("short", 10), ("next", 10)):
+        bench.encode(bench.submit(name, num_inference_steps=steps))
+        places[name] = next(at for at in ("denoiser-0", "denoiser-1") if bench.sent(at, RunStage))
+    assert places["long"] != places["short"]
+    assert places["next"] == places[beside]
+
+
 def test_a_pool_without_room_holds_back_stages_that_would_overflow_it() -> None:
     bench = Bench()
     bench.join("encoder", slots=2, pool_bytes=100)

@@ -22,7 +22,7 @@ from triptych.ids import ROLES, Role
 KEY_PREFIX = "sha256:"
 """What the digest of an API key begins with."""
 
-DispatchPolicy = Literal["round_robin", "max_free_slots"]
+DispatchPolicy = Literal["round_robin", "max_free_slots", "least_work"]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -14,6 +14,7 @@ from math import inf
 from triptych.core.cost import Costs, size_of
 from triptych.core.job import Job
 from triptych.core.ledger import Ledger
+from triptych.core.members import Member
 from triptych.core.states import RUNNING
 from triptych.ids import ROLES, Role
 from triptych.wire.messages import Record
@@ -81,6 +82,11 @@ class Forecast:
         if any(seconds is None for group in waits for seconds in group):
             return None
         return max(sum(seconds or 0.0 for seconds in group) for group in waits)
+
+    def work(self, member: Member) -> float:
+        """Predicted seconds of what an instance's stages have yet to do; what is not known counts for nothing."""
+        stages = [(grant.job, lease.role) for lease, grant in member.grants.items()]
+        return sum(self._left(job, role) or 0.0 for job, role in stages if job is not None)
 
     def _wait(self, role: Role, *, before: int | None) -> float | None:
         """Seconds until the instances of ``role`` have done what was accepted earlier."""

@@ -183,11 +183,11 @@ OPTIONS: tuple[Option, ...] = (
     _option("queue_timeout", read_seconds, 600.0, DOOR, "SECONDS", "waiting time of a request"),
     _option(
         "disagg_dispatch_policy",
-        one_of("round_robin", "max_free_slots"),
+        one_of("round_robin", "max_free_slots", "least_work"),
         "round_robin",
         DOOR,
         "POLICY",
-        "round_robin or max_free_slots",
+        "round_robin, max_free_slots, or least_work: the instance whose stages will be done first, as far as is known",
     ),
     _option(
         "max_instance_deaths",

@@ -92,7 +92,7 @@ class Plan:
             roles=roles,
             slots=random.choice((1, 2, 2, 4)),
             pool_bytes=random.choice((150, 300, 1000)),
-            policy=random.choice(("round_robin", "max_free_slots")),
+            policy=random.choice(("round_robin", "max_free_slots", "least_work")),
             encoder_feeds_decoder=random.random() < 0.5,
             jobs=random.randint(1, 6),
             arrivals=2.0,
