@@ -96,6 +96,15 @@ def test_each_choice_is_what_layers_beside_the_weights_make_up_to_rounding(
     assert torch.equal(denoised(written, None), denoised(bare, None)), "nothing of the adapters is left"
 
 
+def test_requests_that_name_none_have_the_default_one(checkpoint: Checkpoint, loras: tuple[Lora, ...]) -> None:
+    distilled = trio(checkpoint("wan_t2v"), loras, profile="lossless", defaults={"lora": "fox:0.5"})
+    made, wanted = distilled.generate(REQUEST)[0], distilled.generate({**REQUEST, "lora": "fox:0.5"})[0]
+    assert np.array_equal(made.frames, wanted.frames)
+    assert not np.array_equal(made.frames, distilled.generate({**REQUEST, "lora": "fox"})[0].frames)
+    with pytest.raises(ConfigError, match="--default lora='bear': 'bear' is none of the adapters served here"):
+        trio(checkpoint("wan_t2v"), loras, defaults={"lora": "bear"})
+
+
 def test_interleaved_requests_keep_their_own(written: Trio) -> None:
     """Also where they begin from the same tensors."""
     requests = [{**REQUEST, "lora": choice} for choice in CHOICES]
