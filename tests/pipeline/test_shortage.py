@@ -71,8 +71,8 @@ def test_the_step_cache_keeps_nothing_of_a_step_that_failed() -> None:
         run.advance()
     clock = pipeline._clock
     assert clock.timestep is None
-    assert clock.memory.values is None
-    assert not clock.memory.after_first
+    assert not clock.memory.steps
+    assert not clock.memory.shares
 
 
 @pytest.mark.parametrize(

@@ -13,7 +13,7 @@ from triptych.accel import batching
 from triptych.accel.batching import Call, ForwardBatcher
 from triptych.accel.merging import Merged
 from triptych.config import ModelConfig, Offload
-from triptych.errors import ConfigError, OutOfMemory, StageError
+from triptych.errors import OutOfMemory, StageError
 from triptych.ids import ROLES, Role
 from triptych.pipeline.load import load_pipeline
 from triptych.pipeline.modular import ModularRolePipeline
@@ -227,8 +227,3 @@ def test_long_forwards_are_tried_together_where_it_may_be_the_weights_that_take_
     else:
         trio.generate(REQUEST)
     assert set(counts) == tried
-
-
-def test_it_goes_with_no_step_cache() -> None:
-    with pytest.raises(ConfigError, match="batching and step-cache"):
-        ModelConfig(path="tiny", batching=True, step_cache=0.1)

@@ -26,6 +26,7 @@ from torch.utils import _pytree as pytree
 from triptych.accel.merging import Merged
 from triptych.accel.ragged import EVEN, Ragged, ragged_of
 from triptych.accel.shortage import free_memory, is_out_of_memory
+from triptych.accel.step_cache import Step, StepMemory
 
 log = logging.getLogger(__name__)
 
@@ -69,6 +70,8 @@ class Call:
     """Of what may be of several lengths in one forward."""
     lists: bool = False
     """Whether the model takes, and gives, lists with an entry for each output."""
+    steps: Sequence[Step] = ()
+    """The step that it is of, where steps keep something for the next ones."""
     result: Any = None
     error: Exception | None = None
 
@@ -108,6 +111,8 @@ class ForwardBatcher:
     """Whether shapes that are new are measured when they are met, also where nothing is collected."""
     caps: dict[Hashable, int] = field(default_factory=dict[Hashable, int])
     """Calls of a kind that are joined at most."""
+    memory: StepMemory = field(default_factory=StepMemory)
+    """What the models may know of the steps whose forward is computed."""
     _merged: Merged = field(default_factory=Merged)
     _shortages: dict[Hashable, _Shortage] = field(default_factory=dict[Hashable, _Shortage])
 
@@ -127,7 +132,8 @@ class ForwardBatcher:
                 return compute(*args, **kwargs)
             runner = getcurrent().parent
             assert runner is not None
-            return runner.switch(call)
+            with self.memory.exchanged(()) as call.steps:
+                return runner.switch(call)
 
         model.forward = forward
 
@@ -160,7 +166,8 @@ class ForwardBatcher:
     def _compute(self, calls: Sequence[Call]) -> None:
         """Compute calls of one kind in one forward, or in halves where that cannot be done."""
         try:
-            results = _joined(calls, self._merged)
+            with self.memory.exchanged(_steps(calls)):
+                results = _joined(calls, self._merged)
         except Exception as error:
             if len(calls) == 1:  # the request fails of it, and says so itself
                 calls[0].error = error
@@ -204,11 +211,11 @@ class ForwardBatcher:
         known = self.caps.get(kind)
         if known is not None:
             return known
-        best = _seconds(calls, 1)
+        best = self._seconds(calls, 1)
         if best is None:
             return 1
         size, most = 1, 1 if best > _FILLS and not self.brings_weights else self.most
-        while size * 2 <= most and (taken := _seconds(calls, size * 2)) is not None:
+        while size * 2 <= most and (taken := self._seconds(calls, size * 2)) is not None:
             each = taken / (size * 2)
             if each > best * _GAIN:
                 break
@@ -217,6 +224,11 @@ class ForwardBatcher:
         shapes = _shapes(calls[0]) + ("" if kind == calls[0].key else ", texts of several lengths")
         log.info("batching: up to %d requests in one forward, %.2f ms each (%s)", size, best * 1e3, shapes)
         return size
+
+    def _seconds(self, calls: Sequence[Call], count: int) -> float | None:
+        """See `_seconds`; what is computed to be measured belongs to no step."""
+        with self.memory.exchanged(()):
+            return _seconds(calls, count)
 
 
 def call_of(compute: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], ragged: Ragged = EVEN) -> Call:
@@ -267,6 +279,11 @@ def _plain(value: Any) -> Hashable:
     if isinstance(value, list) and not any(isinstance(leaf, Tensor) for leaf in pytree.tree_leaves(value)):
         return repr(value)
     return id(value)
+
+
+def _steps(calls: Sequence[Call]) -> list[Step]:
+    """The step of each call; one that is of none has one to itself, of which nothing is left."""
+    return [step for call in calls for step in call.steps or (Step(),)]
 
 
 def _joined(calls: Sequence[Call], merged: Merged) -> list[Any]:

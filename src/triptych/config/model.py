@@ -144,8 +144,6 @@ class ModelConfig:
             raise ConfigError("model-path='': a model folder, Hub id or embedded model name is needed")
         if not 0 <= self.step_cache < 1:
             raise ConfigError(f"step-cache={self.step_cache}: must be 0 (off) or a share below 1, e.g. 0.1")
-        if self.batching and self.step_cache:
-            raise ConfigError("batching and step-cache: requests that share a forward cannot skip parts of it apart")
         if self.batch_guidance and (self.batching or self.step_cache):
             other = "batching" if self.batching else "step-cache"
             raise ConfigError(f"batch-guidance and {other}: each decides in its own way which forwards are computed")

@@ -98,7 +98,9 @@ class _Plan:
             loading.team, own, self._present, self._stand_ins, used, guided=guided, off=guidance_is_off(self._schema)
         )
         most, brings = min(loading.at_once, MOST_AT_ONCE), bool(model.offload)
-        self._batcher = ForwardBatcher(most=most, brings_weights=brings) if model.batching else None
+        self._clock = StepClock()
+        batcher = ForwardBatcher(most=most, brings_weights=brings, memory=self._clock.memory)
+        self._batcher = batcher if model.batching else None
         joins = model.batch_guidance and loading.serves(Role.DENOISER)
         self._joined = BranchBatching(brings_weights=brings) if joins else None
         if self._joined is not None and not guided:
@@ -113,7 +115,7 @@ class _Plan:
         }
         adapted = [part.pipeline for part in self._built(loaded, own).values()] if model.loras else []
         adapters = attach(model.loras, adapted, modules_of(loaded), written=model.writes_adapters)
-        clock = StepClock()
+        clock = self._clock
         techniques = outfit(
             model, loaded, self._owners, loading.where, loading.dtype, loading.tally, clock.memory, self._batcher,
             loading.agree(),

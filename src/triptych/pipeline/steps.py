@@ -41,11 +41,10 @@ class StepClock:
     memory: StepMemory = field(default_factory=StepMemory)
     """What the steps of the request being computed leave for the next ones, where step caching is on."""
 
-    def begin(self, timestep: Any, state: Any, *, anew: bool) -> None:
-        """A step of a loop with this ``state`` begins, or, if not ``anew``, goes on."""
+    def begin(self, timestep: Any, state: Any) -> None:
+        """A step of a loop with this ``state`` begins."""
         self.timestep = timestep
-        if anew or self.memory.wanted:
-            self.memory.enter(state)
+        self.memory.enter(state)
 
     def end(self) -> None:
         """The step that is being computed breaks off. Other runs say what they need when they go on."""
@@ -70,8 +69,8 @@ class SteppedBlock:
         self._baseline: Baseline | None = None
         self._here: tuple[Any, Any] | None = None
         """Components and block state of the loop, while it stands before a step."""
-        self._step: tuple[Any, Any] | None = None
-        """Timestep and block state of the step that is being computed."""
+        self._timestep: Any = None
+        """Of the step that is being computed; None between steps."""
         self._saved: Saved | None = None
         self.computes: Callable[[], None] | None = None
         """Called when the first step is about to be computed."""
@@ -95,8 +94,8 @@ class SteppedBlock:
 
     def resume(self, call: Call) -> Any | None:
         """Go on with a step that came to ``call``, which has been computed; returns what `advance` would."""
-        if self._step is not None:
-            self._clock.begin(*self._step, anew=False)  # other runs have computed meanwhile
+        if self._timestep is not None:
+            self._clock.timestep = self._timestep  # other runs have computed meanwhile
         return self._switch(lambda run: answered(run, call))
 
     def _switch(self, into: Callable[[greenlet], Any]) -> Any | None:
@@ -154,10 +153,11 @@ class SteppedBlock:
     def _let_go(self) -> None:
         """Drop all that the run held, at once rather than when Python next looks for cycles."""
         self.computes = None
-        if self._step is not None:  # it ended within a step
+        if self._timestep is not None:  # it ended within a step
             self._clock.end()
             self._put_right()
-        self._greenlet = self._here = self._baseline = self._saved = self._step = self._pipeline = self._state = None
+        self._greenlet = self._here = self._timestep = None
+        self._baseline = self._saved = self._pipeline = self._state = None
         while self._wrapped:
             owner, name = self._wrapped.pop()
             delattr(owner, name)
@@ -195,7 +195,7 @@ class SteppedBlock:
                 self._here = None
             self._begin_step(arguments.get("t"), block_state)
             result = compute(components, block_state, **arguments)
-            self._step = None
+            self._timestep = None
             self._clock.memory.leave()
             self.step += 1
             return result
@@ -203,8 +203,8 @@ class SteppedBlock:
         return loop_step
 
     def _begin_step(self, timestep: Any, block_state: Any) -> None:
-        self._step = timestep, block_state
-        self._clock.begin(timestep, block_state, anew=True)
+        self._timestep = timestep
+        self._clock.begin(timestep, block_state)
         computes, self.computes = self.computes, None
         if computes is not None:
             computes()
@@ -227,7 +227,7 @@ class SteppedBlock:
         def set_state(*args: Any, timestep: Any, **more: Any) -> None:
             if self._begun:
                 self.step += 1
-                self._step = None
+                self._timestep = None
                 self._clock.memory.leave()
                 _to_caller()
             self._begun += 1
