@@ -71,6 +71,7 @@ def accelerate(
     tally: Tally | None = None,
     cache_dir: Path | None = None,
     agree: Callable[[str], str] = str,
+    declared: bool = True,
 ) -> tuple[Technique, ...]:
     """Apply what ``profile`` allows and the machine has to the real (not weightless) models of a role, in place.
 
@@ -79,7 +80,8 @@ def accelerate(
     models that are so already. ``prompts`` are kept embeddings for text encoders; ``batcher`` joins forwards.
     ``step_cache`` is the threshold of step caching, 0 for none, and ``memory`` where whoever runs the steps gives it
     room. Measurements are kept in ``cache_dir``; ``agree`` turns what was measured to be best here into what all ranks
-    of an instance take.
+    of an instance take. ``declared``: the sizes of requests are known before the first one comes, so that each may have
+    graphs of its own; where they are not, a request must not wait for the compiler whenever its size is new.
     Raises `ConfigError` when what is asked for by name cannot take effect.
 
     A denoiser's are put around each other in one order, whatever the model. Innermost is what computes: attention,
@@ -111,8 +113,8 @@ def accelerate(
             layers = quant.quantise([model], "fp8", device)
             done.append(Technique(name=f"{name}: fp8", on=True, why=f"{layers} linear layers"))
         if profile != "stock":
-            tuned = profile != "fast" and name not in quantised
-            done += _fuse_and_compile(name, model, device, dtype, tuned=tuned, tally=tally)
+            tuned = declared and profile != "fast" and name not in quantised
+            done += _fuse_and_compile(name, model, device, dtype, tuned=tuned, declared=declared, tally=tally)
             if text_keys.supports(model):
                 done.append(_text_keys(name, model, device, compiled=done[-1].on))
         if step_cache:
@@ -129,7 +131,7 @@ def accelerate(
         done += [_batching(name, modules[name], batcher) for name in others if name.startswith("transformer")]
     for name, model in modules.items():
         if wan_vae.supports(model) and profile != "stock":
-            done.append(_vae(name, model, device, dtype, tally))
+            done.append(_vae(name, model, device, dtype, tally, declared=declared))
     return tuple(done)
 
 
@@ -230,7 +232,14 @@ def _attention(
 
 
 def _fuse_and_compile(
-    name: str, model: nn.Module, device: torch.device, dtype: torch.dtype, *, tuned: bool, tally: Tally
+    name: str,
+    model: nn.Module,
+    device: torch.device,
+    dtype: torch.dtype,
+    *,
+    tuned: bool,
+    declared: bool,
+    tally: Tally,
 ) -> list[Technique]:
     if not _has_triton(device):
         return [Technique(name=f"{name}: compile", on=False, why=_lacking(device))]
@@ -238,9 +247,11 @@ def _fuse_and_compile(
     if _fusible(device, dtype):
         changed = _fuse(model) + fuse_gelu(model) + fuse_fp8(model)
         done.append(Technique(name=f"{name}: fused kernels", on=changed > 0, why=f"{changed} modules"))
-    varying = type(model).__name__ in _TEXT_OF_ANY_LENGTH
-    compile_blocks(model, tuned=tuned and not varying, varying=varying, overflow=Overflow(name, tally))
-    why = f"{len(quant.blocks(model))} blocks, one graph per shape"
+    any_length = type(model).__name__ in _TEXT_OF_ANY_LENGTH
+    varying = any_length or not declared
+    compile_blocks(model, tuned=tuned and not any_length, varying=varying, overflow=Overflow(name, tally))
+    graphs = "one graph per shape" if declared else "two graphs for all sizes, for --warmup names none"
+    why = f"{len(quant.blocks(model))} blocks, {graphs}"
     return [*done, Technique(name=f"{name}: compile", on=True, why=why)]
 
 
@@ -275,7 +286,7 @@ def _fuse(model: nn.Module) -> int:
 
 
 def compile_blocks(model: nn.Module, *, tuned: bool, varying: bool, overflow: Overflow) -> None:
-    """Compile a denoiser's blocks, one static graph per shape; when lengths are ``varying``, one graph for all lengths
+    """Compile a denoiser's blocks, one static graph per shape; when shapes are ``varying``, one graph for all of them
     as soon as a second one is met.
 
     ``tuned``: with pointwise kernels tuned one by one. Quantised layers bring so many of those, and graphs for several
@@ -292,13 +303,15 @@ def compile_blocks(model: nn.Module, *, tuned: bool, varying: bool, overflow: Ov
     overflow.guard_blocks(blocks)
 
 
-def _vae(name: str, model: Any, device: torch.device, dtype: torch.dtype, tally: Tally) -> Technique:
+def _vae(name: str, model: Any, device: torch.device, dtype: torch.dtype, tally: Tally, *, declared: bool) -> Technique:
     if device.type != "cuda" or dtype != torch.bfloat16:
         return Technique(name=f"{name}: fast decode", on=False, why="needs CUDA and bfloat16")
     if model.use_tiling:  # slicing is what it does anyway
         return Technique(name=f"{name}: fast decode", on=False, why="tiling was asked for")
     allow_many_graphs()
-    overflow = Overflow(name, tally) if _has_triton(device) else None
+    # It has about twenty graphs for each size, and no others: its paddings and caches are cut to the size.
+    overflow = Overflow(name, tally) if declared and _has_triton(device) else None
     decoder = wan_vae.WanVaeDecoder(model, overflow=overflow, align=64)
     wan_vae.install(model, decoder)
-    return Technique(name=f"{name}: fast decode", on=True, why=f"chunks of {decoder.chunk} latent frames")
+    graphs = "" if declared else ", not compiled, for --warmup names no sizes"
+    return Technique(name=f"{name}: fast decode", on=True, why=f"chunks of {decoder.chunk} latent frames{graphs}")

@@ -22,12 +22,12 @@ import numpy as np
 import torch
 from safetensors.torch import save_file
 
-from triptych.config import DeviceType, InstanceConfig, ModelConfig, Profile, TransferConfig
+from triptych.config import DeviceType, InstanceConfig, ModelConfig, Profile, Shape, TransferConfig
 from triptych.errors import ConfigError, TriptychError
 from triptych.ids import Role
 from triptych.parallelism import Parallelism
 from triptych.pipeline.codec import encode_state
-from triptych.pipeline.load import load_cold, load_pipeline
+from triptych.pipeline.load import load_cold
 from triptych.pipeline.modular import ModularRolePipeline
 from triptych.pipeline.request import complete, first_state
 from triptych.pipeline.stage import RolePipeline, StageResult
@@ -87,10 +87,12 @@ def say(line: Line) -> None:
 def measure(part: Part) -> Iterator[Measured]:
     """Load, and measure a denoiser's request with guidance and one without, or a decoder's."""
     torch.set_grad_enabled(False)
-    model = ModelConfig(path=part.model, device=part.device, profile=part.profile)
+    # Declared, so that it has graphs of its own; what is measured first compiles them.
+    shape = Shape(width=part.width, height=part.height, frames=part.frames)
+    model = ModelConfig(path=part.model, device=part.device, profile=part.profile, warmup=(shape,))
     if part.gpus == 1:
         device = "cuda:0" if part.device == "cuda" else "cpu"
-        own = load_pipeline(model, (part.role,), device)
+        own, _ = load_cold(model, (part.role,), device)
         yield from _requests(own, own, part)
         return
     config = InstanceConfig(

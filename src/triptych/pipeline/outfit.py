@@ -70,6 +70,7 @@ def outfit(
         tally=tally,
         cache_dir=model.cache_dir or default_folder(),
         agree=agree,
+        declared=bool(model.warmup),
     )
     for module in modules.values():
         forgetful.install(module)

@@ -132,6 +132,9 @@ def _texts(
 ) -> Iterator[_Rest]:
     """One rehearsal, or where texts have lengths of their own, one for each of two; where ``ranks`` share the tokens,
     for two that divide by them and two that do not, as far as texts of such lengths are found."""
+    if own.schema.param("prompt") is None:
+        yield _encoded(own, before, shape, params)
+        return
     first, second = (_encoded(own, before, shape, {**params, "prompt": prompt}) for prompt in _PROMPTS)
     yield first
     if second.sizes == first.sizes:
