@@ -64,7 +64,7 @@ def denoised(pipeline: ModularRolePipeline, params: dict[str, Any], inbox: Inbox
 def test_branches_are_joined_where_that_is_measured_to_be_faster(
     stock: ModularRolePipeline, joined: Joined, monkeypatch: pytest.MonkeyPatch, faster: bool, expected: list[int]
 ) -> None:
-    monkeypatch.setattr(batching, "_seconds", lambda call, count: 1.0 if faster else float(count))
+    monkeypatch.setattr(batching, "_seconds", lambda call, count: 0.1 if faster else 0.1 * count)
     params, inbox = handed(stock, guidance_scale=5.0)
     for ours, theirs in zip(denoised(joined.pipeline, params, inbox), denoised(stock, params, inbox), strict=True):
         torch.testing.assert_close(ours, theirs, rtol=1e-4, atol=1e-5)
@@ -76,7 +76,7 @@ def test_branches_are_joined_where_that_is_measured_to_be_faster(
 def test_the_keys_of_joined_texts_are_computed_once(
     stock: ModularRolePipeline, monkeypatch: pytest.MonkeyPatch, steps: int
 ) -> None:
-    monkeypatch.setattr(batching, "_seconds", lambda call, count: 1.0)
+    monkeypatch.setattr(batching, "_seconds", lambda call, count: 0.1)
     config = ModelConfig(path="tiny", device="cpu", batch_guidance=True, profile="lossless")
     pipeline = load_pipeline(config, (Role.DENOISER,), "cpu")
     computed: list[int] = []
@@ -97,7 +97,7 @@ def test_a_step_without_guidance_is_as_it_was(stock: ModularRolePipeline, joined
 def test_a_forward_that_fails_fails_its_request_and_no_other(
     stock: ModularRolePipeline, joined: Joined, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(batching, "_seconds", lambda call, count: 1.0)
+    monkeypatch.setattr(batching, "_seconds", lambda call, count: 0.1)
     params, inbox = handed(stock, guidance_scale=5.0)
     run = joined.pipeline.start(Role.DENOISER, params, inbox[Role.DENOISER], [])
     run.advance()

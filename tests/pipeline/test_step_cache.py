@@ -171,7 +171,7 @@ def test_of_a_model_with_two_streams_both_are_kept(checkpoint: Callable[[str], P
         ("flux", "FluxTransformer2DModel has 0 lists of blocks"),
         ("ltx2", "LTX2VideoTransformer3DModel take other streams"),
         ("z_image", "ZImageTransformer2DModel take other streams"),
-        ("sd3_without_t5", "StableDiffusion3ModularPipeline has no model whose blocks it knows"),
+        ("sd3_without_t5", "SD3Transformer2DModel has 0 lists of blocks"),
     ],
 )
 def test_models_whose_blocks_it_cannot_pass_over_are_refused(
