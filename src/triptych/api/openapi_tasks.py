@@ -56,7 +56,7 @@ def task_body(schema: RequestSchema | None, output: Output, *, form: bool, singl
     endings = "|".join(suffix[1:] for suffix in SUFFIXES[output])
     fields["save_result_path"] = {
         "type": "string",
-        "description": "Relative path in the server's output folder.",
+        "description": "Relative path in the server's output folder; letters of other languages may stand in it too.",
         "pattern": rf"^([A-Za-z0-9_-]{{1,60}}(/[A-Za-z0-9_-]{{1,60}}){{0,3}}(\.({endings}))?)?$",
     }
     exclusive = [["save_result_path", "output_format"]]
