@@ -89,6 +89,18 @@ def test_a_large_forward_is_not_recorded_even_where_its_launches_fill_the_queue(
     assert machine.tried == 0
 
 
+class Small(nn.Module):
+    """A model that the host takes longer to launch than the GPU to compute."""
+
+    def __init__(self, machine: Machine) -> None:
+        super().__init__()
+        self.machine = machine
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.machine.forward(0.03, 0.01)
+        return x
+
+
 class Replayed:
     """A recording that counts its replays."""
 
@@ -104,12 +116,7 @@ def test_a_shape_whose_recording_made_room_is_recorded_again(machine: Machine, m
     monkeypatch.setattr(Replayed, "count", 0)
     machine.recording = Replayed()
 
-    class Model(nn.Module):
-        def forward(self, x: Tensor) -> Tensor:
-            machine.forward(0.03, 0.01)
-            return x
-
-    model = Model()
+    model = Small(machine)
     CudaGraphs().install(model)
     for round_ in range(2):
         for size in range(1, 100):  # more than are remembered
@@ -124,12 +131,7 @@ def test_recordings_are_dropped_when_memory_runs_out_and_made_again(
     monkeypatch.setattr(Replayed, "count", 0)
     machine.recording = Replayed()
 
-    class Model(nn.Module):
-        def forward(self, x: Tensor) -> Tensor:
-            machine.forward(0.03, 0.01)
-            return x
-
-    model, graphs = Model(), CudaGraphs()
+    model, graphs = Small(machine), CudaGraphs()
     graphs.install(model)
     for round_ in range(1, 3):
         for _ in range(4):
@@ -147,12 +149,7 @@ def test_forwards_that_gpus_exchange_tensors_in_are_neither_recorded_nor_replaye
     monkeypatch.setattr(Replayed, "count", 0)
     machine.recording = Replayed()
 
-    class Model(nn.Module):
-        def forward(self, x: Tensor) -> Tensor:
-            machine.forward(0.03, 0.01)
-            return x
-
-    model = Model()
+    model = Small(machine)
     CudaGraphs().install(model)
     with launched_one_by_one():
         for _ in range(9):
