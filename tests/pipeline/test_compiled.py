@@ -52,13 +52,17 @@ class Compiled:
     folder: Path
     asked: dict[str, Any]
     files: list[bytes]
+    bounded: bool
+    """Whether the model's positions end at twice the size that is asked for."""
 
     @staticmethod
     def of(family: str, folder: Path) -> Compiled:
         quiet_libraries()
         BUILD[family](folder)
         asked, files = CASES[family].asked()
-        return Compiled(folder=folder, asked=asked | {"num_inference_steps": 2}, files=files)
+        return Compiled(
+            folder=folder, asked=asked | {"num_inference_steps": 2}, files=files, bounded=family == "cogvideox_i2v"
+        )
 
     def trio(self, tally: Tally, **settings: Any) -> Trio:
         config = ModelConfig(path=str(self.folder), device="cpu", **settings)
@@ -72,7 +76,8 @@ class Compiled:
     def sizes(self) -> list[dict[str, Any]]:
         """The request's own, and multiples of it."""
         height, width = self.asked["height"], self.asked["width"]
-        return [{"height": height * y, "width": width * x} for y, x in ((1, 1), (2, 1), (1, 2), (2, 2))]
+        last = () if self.bounded else ((3, 3), (3, 2))
+        return [{"height": height * y, "width": width * x} for y, x in ((1, 1), (2, 1), (1, 2), (2, 2), *last)]
 
 
 def check(family: str, folder: Path) -> None:
