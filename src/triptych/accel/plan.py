@@ -56,6 +56,17 @@ class Technique:
     """Whether results are the same bytes with it as without it."""
 
 
+@dataclass(frozen=True, kw_only=True, slots=True)
+class _Setting:
+    """Where models are made faster, and what may be done for it; see `accelerate`."""
+
+    device: torch.device
+    dtype: torch.dtype
+    profile: Profile
+    declared: bool
+    tally: Tally
+
+
 def accelerate(
     modules: Mapping[str, nn.Module],
     *,
@@ -90,15 +101,9 @@ def accelerate(
     CUDA graphs, which record all of that, and so keep no text's keys; the masks, whose numbers no recording can see;
     and joining, so that a joined forward has all of it.
     """
-    done: list[Technique] = []
-    tally = tally or Tally()
+    setting = _Setting(device=device, dtype=dtype, profile=profile, declared=declared, tally=tally or Tally())
     text_encoders = {name: model for name, model in modules.items() if _is_text_encoder(model)}
-    if batcher is not None:
-        done += [_batching(name, model, batcher) for name, model in text_encoders.items()]
-    if prompts is not None:
-        done += [_prompts(name, model, prompts) for name, model in text_encoders.items()]
-        rest = sorted(modules.keys() - text_encoders.keys())
-        done += [_no_prompts(name, modules[name]) for name in rest if name.startswith("text_encoder")]
+    done = _texts(modules, text_encoders, prompts, batcher)
     wish, backend = backend.partition(",")[0], attention.preferred(backend, device)
     denoisers = {name: model for name, model in modules.items() if _has_blocks(name, model)}
     others = sorted(modules.keys() - denoisers.keys() - text_encoders.keys())
@@ -109,16 +114,10 @@ def accelerate(
             own = attention.in_use(modules[name])
             log.warning("attention-backend %s is not on this machine: %s uses %s", wish, name, own)
     for name, model in denoisers.items():
-        if profile == "fast" and name not in quantised:
-            layers = quant.quantise([model], "fp8", device)
-            done.append(Technique(name=f"{name}: fp8", on=True, why=f"{layers} linear layers"))
         if profile != "stock":
-            tuned = declared and profile != "fast" and name not in quantised
-            done += _fuse_and_compile(name, model, device, dtype, tuned=tuned, declared=declared, tally=tally)
-            if text_keys.supports(model):
-                done.append(_text_keys(name, model, device, compiled=done[-1].on))
+            done += _kernels(name, model, setting, quantised=name in quantised)
         if step_cache:
-            done.append(_step_cache(name, model, step_cache, memory, tally))
+            done.append(_step_cache(name, model, step_cache, memory, setting.tally))
         elif profile != "stock":
             done.append(_graphs(name, model, device))
         if profile != "stock" and _fusible(device, dtype) and type(model).__name__ == _QWEN:
@@ -131,8 +130,38 @@ def accelerate(
         done += [_batching(name, modules[name], batcher) for name in others if name.startswith("transformer")]
     for name, model in modules.items():
         if wan_vae.supports(model) and profile != "stock":
-            done.append(_vae(name, model, device, dtype, tally, declared=declared))
+            done.append(_vae(name, model, setting))
     return tuple(done)
+
+
+def _texts(
+    modules: Mapping[str, nn.Module],
+    text_encoders: Mapping[str, nn.Module],
+    prompts: PromptCache | None,
+    batcher: ForwardBatcher | None,
+) -> list[Technique]:
+    """What is done to text encoders, and what is not to other models in their place."""
+    done: list[Technique] = []
+    if batcher is not None:
+        done += [_batching(name, model, batcher) for name, model in text_encoders.items()]
+    if prompts is not None:
+        done += [_prompts(name, model, prompts) for name, model in text_encoders.items()]
+        rest = sorted(modules.keys() - text_encoders.keys())
+        done += [_no_prompts(name, modules[name]) for name in rest if name.startswith("text_encoder")]
+    return done
+
+
+def _kernels(name: str, model: nn.Module, setting: _Setting, *, quantised: bool) -> list[Technique]:
+    """What a denoiser computes with, from its layers to its blocks, and the keys of its text."""
+    done: list[Technique] = []
+    quantises = setting.profile == "fast" and not quantised
+    if quantises:
+        layers = quant.quantise([model], "fp8", setting.device)
+        done.append(Technique(name=f"{name}: fp8", on=True, why=f"{layers} linear layers"))
+    done += _fuse_and_compile(name, model, setting, plain=not quantises and not quantised)
+    if text_keys.supports(model):
+        done.append(_text_keys(name, model, setting.device, compiled=done[-1].on))
+    return done
 
 
 def _is_text_encoder(model: nn.Module) -> bool:
@@ -231,25 +260,18 @@ def _attention(
     return [Technique(name=f"{name}: attention", on=True, why=why)]
 
 
-def _fuse_and_compile(
-    name: str,
-    model: nn.Module,
-    device: torch.device,
-    dtype: torch.dtype,
-    *,
-    tuned: bool,
-    declared: bool,
-    tally: Tally,
-) -> list[Technique]:
+def _fuse_and_compile(name: str, model: nn.Module, setting: _Setting, *, plain: bool) -> list[Technique]:
+    """``plain``: none of its layers is quantised."""
+    device, declared = setting.device, setting.declared
     if not _has_triton(device):
         return [Technique(name=f"{name}: compile", on=False, why=_lacking(device))]
     done: list[Technique] = []
-    if _fusible(device, dtype):
+    if _fusible(device, setting.dtype):
         changed = _fuse(model) + fuse_gelu(model) + fuse_fp8(model)
         done.append(Technique(name=f"{name}: fused kernels", on=changed > 0, why=f"{changed} modules"))
     any_length = type(model).__name__ in _TEXT_OF_ANY_LENGTH
-    varying = any_length or not declared
-    compile_blocks(model, tuned=tuned and not any_length, varying=varying, overflow=Overflow(name, tally))
+    tuned, varying = declared and plain and not any_length, any_length or not declared
+    compile_blocks(model, tuned=tuned, varying=varying, overflow=Overflow(name, setting.tally))
     graphs = "one graph per shape" if declared else "two graphs for all sizes, for --warmup names none"
     why = f"{len(quant.blocks(model))} blocks, {graphs}"
     return [*done, Technique(name=f"{name}: compile", on=True, why=why)]
@@ -303,14 +325,15 @@ def compile_blocks(model: nn.Module, *, tuned: bool, varying: bool, overflow: Ov
     overflow.guard_blocks(blocks)
 
 
-def _vae(name: str, model: Any, device: torch.device, dtype: torch.dtype, tally: Tally, *, declared: bool) -> Technique:
-    if device.type != "cuda" or dtype != torch.bfloat16:
+def _vae(name: str, model: Any, setting: _Setting) -> Technique:
+    device, declared = setting.device, setting.declared
+    if device.type != "cuda" or setting.dtype != torch.bfloat16:
         return Technique(name=f"{name}: fast decode", on=False, why="needs CUDA and bfloat16")
     if model.use_tiling:  # slicing is what it does anyway
         return Technique(name=f"{name}: fast decode", on=False, why="tiling was asked for")
     allow_many_graphs()
     # It has about twenty graphs for each size, and no others: its paddings and caches are cut to the size.
-    overflow = Overflow(name, tally) if declared and _has_triton(device) else None
+    overflow = Overflow(name, setting.tally) if declared and _has_triton(device) else None
     decoder = wan_vae.WanVaeDecoder(model, overflow=overflow, align=64)
     wan_vae.install(model, decoder)
     graphs = "" if declared else ", not compiled, for --warmup names no sizes"

@@ -212,9 +212,9 @@ class Router:
             return None
         if role is Role.DENOISER and len(candidates) > 1:
             candidates = [m for m in candidates if job.checkpoint(m.hello.fingerprint)] or candidates
-        return (
-            candidates[0] if len(candidates) == 1 else self._policy(candidates, self._last[role], self._forecast.work)
-        )
+        if len(candidates) == 1:
+            return candidates[0]
+        return self._policy(candidates, self._last[role], self._forecast.work)
 
     # -- views --------------------------------------------------------------------------------------------------
 
