@@ -49,7 +49,8 @@ families: $(READY)
 fuzz: $(READY)
 	TRIPTYCH_FUZZ_FRAMES=200000 $(BIN)/python -m pytest -q tests/e2e/test_fuzz.py --timeout 1200
 
-# Ten times the simulated clusters of a normal test run; SEED=N goes on where an earlier run was stopped.
+# A hundred thousand simulated clusters, where a normal test run takes some three thousand. SEED=N goes on where an
+# earlier run was stopped.
 SEED ?= 0
 soak: $(READY)
 	$(BIN)/python -m triptych.sim --seed $(SEED) --count $$((100000 - $(SEED)))
