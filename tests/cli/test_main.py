@@ -41,6 +41,14 @@ def test_help_is_instant_and_loads_nothing_heavy() -> None:
     assert cheapest < 0.3
 
 
+def test_a_model_that_is_not_there_is_said_before_torch_is_loaded() -> None:
+    code = "import sys; from triptych.cli.main import main; sys.modules['torch'] = None; sys.exit(main(sys.argv[1:]))"
+    words = ["serve", "./nowhere", *INSTANCE[2:]]
+    done = subprocess.run([sys.executable, "-c", code, *words], capture_output=True, text=True, check=False)
+    assert done.returncode == 2
+    assert "triptych serve: error: model './nowhere': no such folder" in done.stderr
+
+
 def test_version(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit):
         main(["--version"])

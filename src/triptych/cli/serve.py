@@ -46,7 +46,10 @@ def _run_server(options: ServerArgs) -> int:
 
 
 def _run_instance(options: ServerArgs) -> int:
+    from triptych.pipeline.source import local_folder
+
     config = options.instance_config(default_device="cpu")  # what is impossible is said before torch is loaded
+    local_folder(config.model.path, config.model.revision)
     if config.key_dir is not None:
         from triptych.transport.control.keys import load_keys
 

@@ -30,6 +30,24 @@ def resolve_source(path: str, components: Iterable[str] | None = None, revision:
     branch, tag or commit of a Hub id.
     Raises `ModelError` that says what was tried.
     """
+    local = local_folder(path, revision)
+    if local is not None:
+        return local
+    names = list(components or ())
+    patterns = [*_CONFIGS, *(f"{name}/*.{kind}" for name in names for kind in _WEIGHTS)]
+    fetched = _fetch(path, revision, patterns, _VARIANTS)
+    for precision in PRECISIONS:
+        lacking = [name for name in names if (fetched / name / "config.json").is_file()]
+        lacking = [name for name in lacking if not has_weights(fetched / name)]
+        if not lacking:
+            break
+        forms = (f".{precision}.safetensors", f".{precision}-*.safetensors")
+        fetched = _fetch(path, revision, [*_CONFIGS, *(f"{name}/*{form}" for name in lacking for form in forms)])
+    return fetched
+
+
+def local_folder(path: str, revision: str | None = None) -> Path | None:
+    """The folder of a model of this machine, None for a Hub id. Raises `ModelError` for what is neither."""
     if revision is not None and (path in EMBEDDED or Path(path).expanduser().is_dir()):
         raise ModelError(
             f"revision {revision!r}: model {path!r} is on this machine, only those of the Hub have revisions"
@@ -48,17 +66,7 @@ def resolve_source(path: str, components: Iterable[str] | None = None, revision:
             f"model {path!r}: no such folder; give a Diffusers folder, a Hub id like owner/name, "
             f"or an embedded model ({', '.join(sorted(EMBEDDED))})"
         )
-    names = list(components or ())
-    patterns = [*_CONFIGS, *(f"{name}/*.{kind}" for name in names for kind in _WEIGHTS)]
-    fetched = _fetch(path, revision, patterns, _VARIANTS)
-    for precision in PRECISIONS:
-        lacking = [name for name in names if (fetched / name / "config.json").is_file()]
-        lacking = [name for name in lacking if not has_weights(fetched / name)]
-        if not lacking:
-            break
-        forms = (f".{precision}.safetensors", f".{precision}-*.safetensors")
-        fetched = _fetch(path, revision, [*_CONFIGS, *(f"{name}/*{form}" for name in lacking for form in forms)])
-    return fetched
+    return None
 
 
 def commit_of(path: str, folder: Path) -> str:
