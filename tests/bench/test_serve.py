@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Iterator
 from pathlib import Path
 
 import psutil
 import pytest
 
+from tests.e2e.nursery import forking
 from triptych.bench.serve import main
 from triptych.errors import ConfigError
 
@@ -18,7 +20,15 @@ def one_thread(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
 
 
+@pytest.fixture
+def forked() -> Iterator[None]:
+    """Processes that import nothing anew."""
+    with forking():
+        yield
+
+
 @pytest.mark.slow
+@pytest.mark.usefixtures("forked")
 def test_bursts_and_arrivals_on_split_roles(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     before = {child.pid for child in psutil.Process().children(recursive=True)}
     file = tmp_path / "rows.json"

@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.e2e.nursery import forking
 from triptych.bench.soak import Held, Row, Soak, run_soak
 
 
@@ -36,7 +37,8 @@ def test_a_pool_under_load_ends_every_request_and_leaves_no_segment(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("TMPDIR", str(tmp_path))
-    soak = run_soak(8.0, in_flight=3)
+    with forking():
+        soak = run_soak(8.0, in_flight=3)
     assert soak.requests > 0
     assert {row.name for row in soak.rows} == {"server", "encoder-0", "denoiser-0", "decoder-0"}
     assert soak.segments[0] == 3  # a pool of each role

@@ -22,7 +22,7 @@ def pool(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Deployment]:
 class Spawn(Protocol):
     """Starts a `triptych` process."""
 
-    def __call__(self, name: str, *words: str) -> Process: ...
+    def __call__(self, name: str, *words: str, forked: bool = False) -> Process: ...
 
 
 @pytest.fixture
@@ -30,8 +30,8 @@ def spawn(folder: Path) -> Iterator[Spawn]:
     """Start processes that the test stops itself; what it left is killed."""
     started: list[Process] = []
 
-    def start(name: str, *words: str) -> Process:
-        started.append(Process(name, words, folder))
+    def start(name: str, *words: str, forked: bool = False) -> Process:
+        started.append(Process(name, words, folder, forked=forked))
         return started[-1]
 
     yield start

@@ -78,7 +78,8 @@ def running(pid: int) -> bool:
 class Process:
     """One `triptych` process in a session of its own; what it prints is kept in a file.
 
-    ``forked``: it comes from the nursery, and so without the seconds that a role takes to import its libraries.
+    ``forked``: it comes from the nursery, as do the processes that it starts, and so without the seconds that a role
+    takes to import its libraries.
     """
 
     def __init__(
@@ -86,10 +87,11 @@ class Process:
     ) -> None:
         self.name = name
         self.log = folder / f"{name}-{time.monotonic_ns()}.log"
-        command = ["-m", "triptych.cli.main", *words]
+        words = list(words)
+        command = ["-m", "tests.e2e.grouped" if forked and words[0] == "up" else "triptych.cli.main", *words]
         with self.log.open("wb") as output:
             if forked:
-                self._process = Forked(command, environment(), cwd or folder, output)
+                self._process = Forked(command, environment(), cwd or folder, output.fileno())
                 return
             self._process = subprocess.Popen(
                 [sys.executable, *command],

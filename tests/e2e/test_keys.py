@@ -22,7 +22,7 @@ def test_up_passes_the_keys_on_and_a_stranger_is_counted(spawn: Spawn, folder: P
     port, scheduler, *_ = free_ports(5)
     up = spawn(
         "up", "up", "tiny", "--device", "cpu", "--replicas", "1", "--port", str(port), "--scheduler-port",
-        str(scheduler), "--disagg-key-dir", str(folder / "keys"),
+        str(scheduler), "--disagg-key-dir", str(folder / "keys"), forked=True,
     )  # fmt: skip
     until(lambda: "ready on http://" in up.output() or up.status is not None, "up being ready")
     assert up.status is None, up.output()

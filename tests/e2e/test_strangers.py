@@ -34,7 +34,7 @@ class Up:
     def __init__(self, spawn: Spawn, *words: str) -> None:
         port, self.scheduler, *_ = free_ports(5)
         self.process: Process = spawn("up", "up", "tiny", "--device", "cpu", "--replicas", "1", "--port", str(port),
-                                      "--scheduler-port", str(self.scheduler), *words)  # fmt: skip
+                                      "--scheduler-port", str(self.scheduler), *words, forked=True)  # fmt: skip
         self.api = Api(f"http://127.0.0.1:{port}")
         until(lambda: "ready on http://" in self.process.output() or self.process.status is not None, "up being ready")
         assert self.process.status is None, self.process.output()

@@ -17,6 +17,7 @@ import torch
 import triptych
 from tests.e2e.conftest import Spawn
 from tests.e2e.harness import Api, Process, running, until
+from tests.e2e.nursery import forking
 from triptych.launch.ports import free_ports
 from triptych.transport.data.segments import segments
 
@@ -32,11 +33,10 @@ def listening(pids: list[int]) -> set[int]:
     return {one.laddr.port for one in connections if one.status == psutil.CONN_LISTEN}
 
 
-def start_up(spawn: Spawn, *words: str, device: str = "cpu") -> tuple[Process, Api]:
+def start_up(spawn: Spawn, *words: str, device: str = "cpu", forked: bool = False) -> tuple[Process, Api]:
     port, scheduler, *_ = free_ports(5)
-    process = spawn(
-        "up", "up", "tiny", "--device", device, "--port", str(port), "--scheduler-port", str(scheduler), *words
-    )
+    process = spawn("up", "up", "tiny", "--device", device, "--port", str(port), "--scheduler-port", str(scheduler),
+                    *words, forked=forked)  # fmt: skip
     until(lambda: "ready on http://" in process.output() or process.status is not None, "up being ready")
     assert process.status is None, process.output()
     return process, Api(f"http://127.0.0.1:{port}")
@@ -105,11 +105,15 @@ def test_up_serves_on_when_nobody_reads_what_it_prints(folder: Path) -> None:
         process.wait()
 
 
-@pytest.mark.parametrize("words", [(), ("--encoder-decoders", "1", "--denoisers", "1")], ids=["three", "two"])
-def test_up_finishes_what_runs_before_it_stops_when_it_may(spawn: Spawn, words: tuple[str, ...]) -> None:
+@pytest.mark.parametrize(
+    ("steps", "words"),
+    [(100, ()), (40, ("--encoder-decoders", "1", "--denoisers", "1"))],
+    ids=["three, longer than a child has to stop", "two"],
+)
+def test_up_finishes_what_runs_before_it_stops_when_it_may(spawn: Spawn, steps: int, words: tuple[str, ...]) -> None:
     """Symptom: --drain-timeout was accepted, and running work thrown away all the same."""
-    process, api = start_up(spawn, "--drain-timeout", "120", *words)
-    job = api.submit(size="128x128", num_frames=9, num_inference_steps=100)
+    process, api = start_up(spawn, "--drain-timeout", "120", *words, forked=True)
+    job = api.submit(size="128x128", num_frames=9, num_inference_steps=steps)
     until(lambda: (api.job(job)["step"] or 0) >= 2, "the second step")
     process.signal(signal.SIGTERM)
     until(lambda: process.status is not None, "the end of up", 150)
@@ -135,7 +139,10 @@ def test_a_pool_from_python(folder: Path, monkeypatch: pytest.MonkeyPatch) -> No
     args = triptych.ServerArgs.from_kwargs(
         model_path="tiny", device="cpu", port=port, scheduler_port=scheduler, output_dir=folder
     )
-    with triptych.launch_pool_disagg_server(args, encoder_gpus=[[0]], denoiser_gpus=[[0]], decoder_gpus=[[0]]) as pool:
+    with (
+        forking(),
+        triptych.launch_pool_disagg_server(args, encoder_gpus=[[0]], denoiser_gpus=[[0]], decoder_gpus=[[0]]) as pool,
+    ):
         api = Api(pool.wait_ready(120).url)
         assert api.make()[4:8] == b"ftyp"
         api.close()
@@ -162,7 +169,10 @@ def test_a_pool_on_ipv6(folder: Path, monkeypatch: pytest.MonkeyPatch, plane: st
         model_path="tiny", device="cpu", host="::1", disagg_p2p_hostname="::1", port=port, scheduler_port=scheduler,
         output_dir=folder, disagg_transfer=plane,
     )  # fmt: skip
-    with triptych.launch_pool_disagg_server(args, encoder_gpus=[[0]], denoiser_gpus=[[0]], decoder_gpus=[[0]]) as pool:
+    with (
+        forking(),
+        triptych.launch_pool_disagg_server(args, encoder_gpus=[[0]], denoiser_gpus=[[0]], decoder_gpus=[[0]]) as pool,
+    ):
         assert pool.url == f"http://[::1]:{port}"
         api = Api(pool.wait_ready(120).url)
         assert api.make()[4:8] == b"ftyp"

@@ -173,7 +173,7 @@ class Instance:
             f"    drain_timeout={config['drain_timeout']})))\n"
         )
         with log.open("w") as stderr:
-            self.process = Forked(["-c", code], os.environ | {"OMP_NUM_THREADS": "1"}, Path.cwd(), stderr)
+            self.process = Forked(["-c", code], os.environ | {"OMP_NUM_THREADS": "1"}, Path.cwd(), stderr.fileno())
 
     def until_logged(self, words: str) -> None:
         deadline = time.monotonic() + WAIT

@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable, Iterator
 from contextlib import nullcontext
+from multiprocessing import get_context
 from pathlib import Path
 from typing import Any, TypeAlias
 
@@ -217,6 +218,13 @@ class Together:
         return forward
 
 
+def start(part: Callable[..., None], arguments: tuple[Any, ...], ranks: int) -> None:
+    """Have so many processes do ``part``, forked off one that has imported what they need: that costs as much as what
+    they compute."""
+    get_context("forkserver").set_forkserver_preload([__name__, "triptych.accel.parallel.sequence"])
+    processes.start_processes(part, arguments, nprocs=ranks, start_method="forkserver")
+
+
 def every_class(number: int, ranks: int, folder: str) -> None:
     """Each forward of each class, alone and in each layout, written down by the first rank."""
     together = Together(number, ranks, folder)
@@ -238,7 +246,7 @@ def every_class(number: int, ranks: int, folder: str) -> None:
 
 @pytest.mark.parametrize("ranks", [3, 4])
 def test_what_ranks_make_of_tokens_that_do_not_divide_is_what_one_makes(ranks: int, tmp_path: Path) -> None:
-    processes.start_processes(every_class, (ranks, str(tmp_path)), nprocs=ranks, start_method="spawn")
+    start(every_class, (ranks, str(tmp_path)), ranks)
     made, unshared = torch.load(tmp_path / "made.pt")
     assert not unshared
     for which, expected, shared in made:
@@ -301,7 +309,7 @@ def two(number: int, folder: str) -> None:
 def of_two(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     """What two ranks made."""
     folder = tmp_path_factory.mktemp("two")
-    processes.start_processes(two, (str(folder),), nprocs=2, start_method="spawn")
+    start(two, (str(folder),), 2)
     return torch.load(folder / "made.pt")
 
 

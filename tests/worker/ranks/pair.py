@@ -11,6 +11,7 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
+from tests.e2e.nursery import forking
 from tests.pipeline.harness import Inbox, finish, latents, post
 from triptych.accel.cuda_graphs import is_alone
 from triptych.accel.tally import Tally
@@ -50,7 +51,8 @@ class Ranks:
         )
         self.posts: SimpleQueue[Post] = SimpleQueue()
         self.tally = Tally()
-        self.leader = Leader(config, "pair", self.posts.put, self.tally)
+        with forking():
+            self.leader = Leader(config, "pair", self.posts.put, self.tally)
         try:
             self.alone: Any = load_pipeline(replace(config.model, warmup=()), ROLES, "cpu")
             self.team = self.leader.join()
