@@ -31,8 +31,15 @@ HEAVY = {"helios", "glm_image"}
 TINY = {"ltx2": ("height", "width")}
 """Sides that only the toy's autoencoder, which compresses less than any real one, can be asked for."""
 
-RUNS: list[tuple[str, Task | None]] = [
-    *((family, None) for family in CASES if family not in HEAVY),
+ALIKE = {
+    "wan22_t2v", "wan22_i2v", "wan_distilled", "wan22_distilled", "qwen_distilled", "sd3_without_t5", "flux2_klein",
+    "flux2_klein_base",
+}  # fmt: skip
+"""Those of other checkpoints of a family that is there too."""
+
+RUNS: list[Any] = [
+    *(pytest.param(family, None, marks=[pytest.mark.families] if family in ALIKE else []) for family in CASES
+      if family not in HEAVY),
     *((family, task) for task in ("image-to-image", "inpainting")
       for family in ("stable_diffusion", "sdxl", "flux", "z_image", "qwen_t2i")),
 ]  # fmt: skip

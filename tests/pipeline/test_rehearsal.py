@@ -38,7 +38,10 @@ def test_every_lone_role_can_be_warmed_up(
     assert caplog.text.count(f"warmed up for {shape} in") == len(ROLES)
 
 
-@pytest.mark.parametrize("family", ["flux_kontext", "flux2", "flux2_klein"])
+@pytest.mark.parametrize(
+    "family",
+    ["flux_kontext", "flux2", pytest.param("flux2_klein", marks=pytest.mark.families)],  # the same blocks
+)
 @pytest.mark.parametrize("alone", [False, True])
 def test_a_picture_that_a_request_may_begin_with_is_warmed_up_too(
     family: str, alone: bool, checkpoint: Callable[[str], Path]
