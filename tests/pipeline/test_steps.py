@@ -10,12 +10,14 @@ from typing import Any
 
 import pytest
 import torch
+from diffusers.schedulers.scheduling_unipc_multistep import UniPCMultistepScheduler
 
 from triptych.config import ModelConfig
 from triptych.errors import StageError
 from triptych.ids import ROLES, Role
 from triptych.pipeline.load import load_pipeline
-from triptych.pipeline.stage import Announcing, StageRun
+from triptych.pipeline.stage import Announcing, Preparable, Resumable, StageRun
+from triptych.worker.ahead import Made
 
 from .harness import Inbox, Trio, finish, latents, post
 
@@ -71,6 +73,57 @@ def test_the_first_step_is_announced_when_the_model_is_about_to_compute(trio: Tr
     finish(run)
     hook.remove()
     assert told == ["announced", "forward", "forward", "forward"]
+
+
+def test_a_run_that_was_prepared_beside_others_is_bit_identical(
+    trio: Trio, inboxes: list[Inbox], alone: list[torch.Tensor]
+) -> None:
+    first = trio.start(Role.DENOISER, REQUESTS[0], inboxes[0])
+    first.advance()
+    second = trio.start(Role.DENOISER, REQUESTS[1], inboxes[1])
+    assert isinstance(second, Preparable)
+    assert isinstance(second, Resumable)
+    second.prepare()
+    assert (second.step, second.steps) == (0, 3)
+    assert second.checkpoint() is None
+    first.advance()
+    assert second.advance() is None
+    assert second.step == 1
+    assert torch.equal(denoised(first), alone[0])
+    assert torch.equal(denoised(second), alone[1])
+
+
+def test_a_loop_that_computes_before_its_first_step_cannot_be_prepared(
+    trio: Trio, inboxes: list[Inbox], alone: list[torch.Tensor], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model = trio.pipelines[Role.DENOISER].component(Role.DENOISER, "transformer")
+    run = trio.start(Role.DENOISER, REQUESTS[1], inboxes[1])
+    assert isinstance(run, Preparable)
+    with monkeypatch.context() as patched:
+        patched.setattr(UniPCMultistepScheduler, "set_timesteps", lambda *_, **__: model(None))
+        with pytest.raises(StageError, match="the model is called before the first step"):
+            run.prepare()
+    with pytest.raises(StageError, match="the denoiser run is over"):
+        run.advance()
+    assert torch.equal(denoised(trio.start(Role.DENOISER, REQUESTS[1], inboxes[1])), alone[1])
+
+
+def test_all_that_a_preparation_makes_is_known_to_it(trio: Trio, inboxes: list[Inbox]) -> None:
+    """Else the allocator would give memory to one stream that another still reads."""
+    given = {t.untyped_storage().data_ptr() for _, tensors in inboxes[0][Role.DENOISER] for t in tensors}
+    made = Made("cpu")
+    with made:
+        run = trio.start(Role.DENOISER, REQUESTS[0], inboxes[0])
+        assert isinstance(run, Preparable)
+        run.prepare()
+    known = given | {tensor.untyped_storage().data_ptr() for tensor in made.tensors}
+    scheduler = run.stepped._pipeline.scheduler  # type: ignore[attr-defined]
+    held = [scheduler.timesteps, *scheduler._near]
+    held += [t for t in run.stepped._baseline._marks["state"].values() if isinstance(t.thing, torch.Tensor)]  # type: ignore[attr-defined]
+    tensors = [t if isinstance(t, torch.Tensor) else t.thing for t in held]
+    assert len(tensors) > 5
+    assert {t.untyped_storage().data_ptr() for t in tensors} <= known | {scheduler.sigmas.untyped_storage().data_ptr()}
+    run.cancel()
 
 
 def test_interleaved_runs_are_bit_identical_to_lone_ones(
@@ -236,6 +289,11 @@ def fail(*_: object) -> None:
 
 def ends(run: StageRun, how: str) -> None:
     """Bring a run to its end in one of the ways in which runs end."""
+    if how == "prepared":
+        assert isinstance(run, Preparable)
+        run.prepare()
+        run.cancel()
+        return
     run.advance()
     run.advance()
     if how == "cancelled":
@@ -245,7 +303,7 @@ def ends(run: StageRun, how: str) -> None:
 
 
 @pytest.mark.usefixtures("no_collector")
-@pytest.mark.parametrize("how", ["done", "cancelled", "failed"])
+@pytest.mark.parametrize("how", ["done", "cancelled", "failed", "prepared"])
 def test_a_run_that_is_over_keeps_no_tensor(trio: Trio, how: str) -> None:
     model = trio.pipelines[Role.DENOISER].component(Role.DENOISER, "transformer")
     inbox = trio.encoded(REQUESTS[0])
@@ -260,7 +318,7 @@ def test_a_run_that_is_over_keeps_no_tensor(trio: Trio, how: str) -> None:
             run.advance()
         failing.remove()
     seen.hook.remove()
-    assert len(seen.tensors) > 4
+    assert len(seen.tensors) > (1 if how == "prepared" else 4)
     assert seen.alive == 0
 
 

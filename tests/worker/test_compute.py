@@ -55,9 +55,16 @@ class Run:
         self._raises: Exception | None = params.get("raises")
         self._prepares: Callable[[Callable[[], None]], None] | None = params.get("prepares")
         self._told: Callable[[], None] = lambda: None
+        self._unprepared: bool = params.get("unprepared", False)
         self._pipeline = pipeline
         self.memory: torch.Tensor | None = torch.zeros(8)
         pipeline.memory[self.name] = weakref.ref(self.memory)
+
+    def prepare(self) -> None:
+        self._pipeline.turns.append(f"prepare {self.name}")
+        self._pipeline.gate(f"prepare {self.name}")
+        if self._unprepared:
+            raise StageError("cannot be prepared")
 
     def announce(self, told: Callable[[], None]) -> None:
         self._told = told
@@ -101,6 +108,8 @@ class Run:
 class ScriptedPipeline:
     """The `RolePipeline` of a script."""
 
+    prepares = True
+
     roles = (Role.DENOISER,)
     schema = SCHEMA
     fingerprint = "f"
@@ -109,6 +118,7 @@ class ScriptedPipeline:
         self.gate = gate
         self.turns: list[str] = []
         self.cancelled: list[str] = []
+        self.started: list[str] = []
         self.tally = Tally()
         self.memory: dict[str, weakref.ref[torch.Tensor]] = {}
 
@@ -121,6 +131,7 @@ class ScriptedPipeline:
     ) -> Run:
         if "refuse" in params:
             raise params["refuse"]
+        self.started.append(params["name"])
         return Run(params, self)
 
 
@@ -214,7 +225,7 @@ def test_two_requests_take_turns_step_by_step_and_a_third_waits(bench: Callable[
     at.begin("c", steps=1)
     gate.open.set()
     done = [at.staged.get(timeout=WAIT).ticket.lease.request for _ in range(3)]
-    assert pipeline.turns == ["a", "b", "a", "b", "c", "a"]
+    assert [turn for turn in pipeline.turns if turn != "prepare c"] == ["a", "b", "a", "b", "c", "a"]
     assert done == ["b", "c", "a"]
 
 
@@ -258,6 +269,38 @@ def test_what_is_prepared_before_the_first_step_is_time_in_between(bench: Callab
     assert prepared.is_set()
     assert counts == [0, 1]
     assert 0.05 <= pipeline.tally.turnover_seconds < WAIT
+
+
+@pytest.mark.parametrize("unprepared", [False, True])
+def test_the_next_request_is_prepared_while_one_computes(bench: Callable[..., Bench], unprepared: bool) -> None:
+    gate = Gate("a")
+    pipeline = ScriptedPipeline(gate)
+    at = bench(pipeline)
+    at.begin("a", steps=2)
+    assert gate.reached.wait(WAIT)
+    at.begin("b", steps=1, unprepared=unprepared)
+    at.begin("c", steps=1, role=Role.ENCODER)
+    gate.open.set()
+    for _ in range(3):
+        at.staged.get(timeout=WAIT)
+    assert pipeline.turns == ["a", "prepare b", "a", "b", "c"]
+    assert pipeline.started == ["a", "b", *(["b"] if unprepared else []), "c"]
+
+
+def test_what_was_prepared_for_a_request_that_is_cancelled_is_let_go(bench: Callable[..., Bench]) -> None:
+    gate, preparing = Gate("a"), Gate("prepare b")
+    pipeline = ScriptedPipeline(lambda name: (gate(name), preparing(name)))
+    at = bench(pipeline)
+    at.begin("a", steps=3)
+    assert gate.reached.wait(WAIT)
+    ticket = at.begin("b", steps=1)
+    gate.open.set()
+    assert preparing.reached.wait(WAIT)
+    ticket.cancelled.set()
+    preparing.open.set()
+    assert isinstance(at.until(Ended).outcome, Stopped)
+    assert pipeline.memory["b"]() is None
+    assert "b" not in pipeline.turns
 
 
 def test_cancelling_stops_before_the_next_step_and_lets_go_of_the_memory(bench: Callable[..., Bench]) -> None:

@@ -27,7 +27,7 @@ from triptych.pipeline.randomness import GlobalRandomness
 from triptych.pipeline.request import complete, first_state, guider_settings
 from triptych.pipeline.shift import shifted
 from triptych.pipeline.stage import StageOutput, StageResult, StageRun
-from triptych.pipeline.steps import StepClock, SteppedBlock, exact_timestep
+from triptych.pipeline.steps import StepClock, SteppedBlock, exact_timestep, refuse_while_preparing
 from triptych.pipeline.together import Once, advance_together
 from triptych.wire.schema import RequestSchema
 
@@ -59,7 +59,9 @@ class ModularRolePipeline:
         adapters: Adapters | None = None,
         projection: Projection | None = None,
         sharing: str = "",
+        prepares: bool = False,
     ) -> None:
+        """``prepares``: whether runs may be prepared beside others, as the denoiser's weights stay where they are."""
         self._loaded = loaded
         self._cut = cut
         self._family = family
@@ -72,6 +74,11 @@ class ModularRolePipeline:
         self.adapters = adapters or Adapters((), ())
         self.projection = projection
         self.sharing = sharing
+        self.prepares = prepares and Role.DENOISER in loaded
+        if self.prepares:
+            for component in loaded[Role.DENOISER].pipeline.components.values():
+                if isinstance(component, torch.nn.Module):
+                    refuse_while_preparing(component, self._clock)
         if family.exact_timestep and Role.DENOISER in loaded:
             for name, component in loaded[Role.DENOISER].pipeline.components.items():
                 if isinstance(component, torch.nn.Module) and name.startswith("transformer"):

@@ -145,6 +145,7 @@ class _Plan:
             adapters=adapters,
             projection=self._projection(loaded),
             sharing=self._shares.words,
+            prepares=Role.DENOISER not in model.offload,
         )
         return pipeline, loaded
 

@@ -144,6 +144,10 @@ class DenoiseStage:
             state = self.stepped.advance()
             return None if state is None else self._owner.denoised(state)
 
+    def prepare(self) -> None:
+        with guarded(Role.DENOISER):
+            self.stepped.prepare()
+
     def announce(self, told: Callable[[], None]) -> None:
         self.stepped.computes = told
 

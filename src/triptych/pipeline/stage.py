@@ -96,6 +96,26 @@ class Announcing(Protocol):
 
 
 @runtime_checkable
+class Preparable(Protocol):
+    """A denoiser's `StageRun` whose preparations can be had apart from its first step."""
+
+    def prepare(self) -> None:
+        """Do what comes before the first step, on the current stream, between any two steps of other runs. The model is
+        not called. Raises what `advance` would, or a `StageError` where this cannot be had; then the run is over."""
+        ...
+
+
+@runtime_checkable
+class Preparing(Protocol):
+    """A `RolePipeline` whose denoiser's runs may be `Preparable`."""
+
+    @property
+    def prepares(self) -> bool:
+        """Whether a run may begin and be prepared while another one computes."""
+        ...
+
+
+@runtime_checkable
 class Streaming(Protocol):
     """A decoder's `StageRun` that may hand on a clip before it has decoded it all."""
 

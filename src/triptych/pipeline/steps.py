@@ -40,6 +40,8 @@ class StepClock:
     timestep: torch.Tensor | None = None
     memory: StepMemory = field(default_factory=StepMemory)
     """What the steps of the request being computed leave for the next ones, where step caching is on."""
+    preparing: bool = False
+    """Whether a run is being prepared beside the step of another one, so that models must not be called."""
 
     def begin(self, timestep: Any, state: Any) -> None:
         """A step of a loop with this ``state`` begins."""
@@ -91,6 +93,17 @@ class SteppedBlock:
         Raises `StageError` when the run is over.
         """
         return self._switch(lambda run: run.switch())
+
+    def prepare(self) -> None:
+        """Do what comes before the first step and stop there. Raises what the block raises, and `StageError` for one
+        that computes before its first step; the run is over then."""
+        self._clock.preparing = True
+        try:
+            self._switch(lambda run: run.switch())
+        finally:
+            self._clock.preparing = False
+        if self._greenlet is None:
+            raise StageError("this loop has no step to stop before")
 
     def resume(self, call: Call) -> Any | None:
         """Go on with a step that came to ``call``, which has been computed; returns what `advance` would."""
@@ -182,6 +195,7 @@ class SteppedBlock:
             index, self._begun = self._begun, self._begun + 1
             if index == 0:
                 self._enter(components, block_state, arguments)
+                self._wait_for_turn()
             elif arguments.get("i") != index:
                 self._baseline = None  # the steps of another loop: they have no one order
             if self._saved is not None:
@@ -201,6 +215,11 @@ class SteppedBlock:
             return result
 
         return loop_step
+
+    def _wait_for_turn(self) -> None:
+        """Stop before the first step, where that is all that was asked for."""
+        if self._clock.preparing:
+            _to_caller()
 
     def _begin_step(self, timestep: Any, block_state: Any) -> None:
         self._timestep = timestep
@@ -230,6 +249,8 @@ class SteppedBlock:
                 self._timestep = None
                 self._clock.memory.leave()
                 _to_caller()
+            else:
+                self._wait_for_turn()
             self._begun += 1
             self._begin_step(timestep, block_state)
             told(*args, timestep=timestep, **more)
@@ -255,6 +276,16 @@ def loops(block: Any) -> list[Any]:
     from diffusers.modular_pipelines.modular_pipeline import LoopSequentialPipelineBlocks
 
     return [part for part in walk(block) if isinstance(part, LoopSequentialPipelineBlocks)]
+
+
+def refuse_while_preparing(model: torch.nn.Module, clock: StepClock) -> None:
+    """Have calls of ``model`` raise `StageError` while a run is prepared beside the step of another one."""
+
+    def refuse(*_: Any) -> None:
+        if clock.preparing:
+            raise StageError("the model is called before the first step")
+
+    model.register_forward_pre_hook(refuse)
 
 
 def exact_timestep(transformer: torch.nn.Module, clock: StepClock, told: ExactTimestep) -> None:

@@ -17,21 +17,18 @@ import torch
 from triptych.accel.tally import Tally
 from triptych.config import Shape
 from triptych.core.instance_events import ComputeStarted, Ended, Stepped
-from triptych.errors import StageError
 from triptych.ids import Role
 from triptych.pipeline.frames import FrameStream
 from triptych.pipeline.stage import (
     Announcing,
     Clip,
     Previewing,
-    Resumable,
     RolePipeline,
     StageResult,
-    StageRun,
     Streaming,
     Together,
 )
-from triptych.transport.data.protocol import Payload
+from triptych.worker.ahead import Ahead, begin, own
 from triptych.worker.failure import failed, given_up, stopped
 from triptych.worker.jobs import (
     CheckpointJob,
@@ -99,6 +96,7 @@ class ComputeThread(WorkerThread[ComputeJob]):
         self._numbers = itertools.count()
         self._turnover = Turnover(tally)
         self._precedence = Precedence(max_running)
+        self._ahead = Ahead(self._device)
         self._in_flight: SimpleQueue[torch.cuda.Event] = SimpleQueue()
 
     def work(self) -> None:
@@ -114,13 +112,18 @@ class ComputeThread(WorkerThread[ComputeJob]):
                 seconds=time.perf_counter() - begun,
             )
         )
+        busy = False  # with a step that was launched and need not be done yet
         while self._take_jobs():
             self._drop_cancelled()
             self._running = deque(running for running in self._running if not self._stops(running))
             while self._waiting and len(self._running) < self._max_running:
                 self._begin(pipeline, self._waiting.popleft())
+            if busy and self._waiting:
+                self._ahead.prepare(pipeline, self._waiting[0])
             if self._running:
                 self._turn(pipeline, self._next(pipeline))
+            busy = bool(self._running)
+        self._ahead.drop()
         for running in self._running:
             running.run.cancel()
 
@@ -142,27 +145,27 @@ class ComputeThread(WorkerThread[ComputeJob]):
     def _drop_cancelled(self) -> None:
         for job in [j for j in self._waiting if j.ticket.cancelled.is_set() or j.ticket.suspended.is_set()]:
             self._waiting.remove(job)
+            self._ahead.drop(job)
             self._post(Ended(outcome=stopped(self._identity, job.ticket.lease)))
 
     def _begin(self, pipeline: RolePipeline, job: ComputeJob) -> None:
         lease = job.ticket.lease
         self._post(ComputeStarted(lease=lease))
-        begun = time.perf_counter()
         try:
-            self._own(job)
-            run = pipeline.start(lease.role, job.params, [(p.tree, p.tensors) for p in job.inputs], job.images)
-            if job.resume is not None:
-                _restore(run, job.resume)
+            if self._device.type == "cuda":
+                own(job, torch.cuda.current_stream(self._device))
+            begun = self._ahead.take(job) or begin(pipeline, job)
         except Exception as error:
             self._refuse(job.ticket, error)
             return
+        run = begun.run
         running = Running(
             number=next(self._numbers),
             ticket=job.ticket,
             run=run,
             params=job.params,
             wanted=job.params.get("output_format"),
-            seconds=time.perf_counter() - begun,
+            seconds=begun.seconds,
             step=run.step,
             saved_at=time.monotonic(),
             computes=self._turnover.begins(job.ticket, alone=not self._running),
@@ -178,12 +181,6 @@ class ComputeThread(WorkerThread[ComputeJob]):
         """Frames of a stage come while it goes on: from now on its lease is in the hands of whoever writes the file."""
         running.streams = tuple(clip.frames for clip in clips if isinstance(clip.frames, FrameStream))
         self._encode(MediaJob(ticket=running.ticket, clips=clips, wanted=running.wanted))
-
-    def _own(self, job: ComputeJob) -> None:
-        """Tell the allocator that this thread's stream reads the inputs, which another stream brought."""
-        payloads = job.inputs if job.resume is None else (*job.inputs, job.resume)
-        for tensor in (t for p in payloads for t in p.tensors if t.is_cuda):
-            tensor.record_stream(torch.cuda.current_stream(self._device))
 
     def _next(self, pipeline: RolePipeline) -> list[Running]:
         """The stage whose turn it is, or those that share forwards and of which it is one."""
@@ -340,14 +337,3 @@ class ComputeThread(WorkerThread[ComputeJob]):
 
 def _nothing() -> None:
     """What is to be called of a stage that has long begun to compute."""
-
-
-def _restore(run: StageRun, resume: Payload) -> None:
-    """Put a run that has just begun where a checkpoint was; it is over where that fails."""
-    try:
-        if not isinstance(run, Resumable):
-            raise StageError("a run of this pipeline cannot resume from a checkpoint", retryable=True)
-        run.restore(resume.tree, resume.tensors)
-    except Exception:
-        run.cancel()
-        raise
