@@ -297,7 +297,7 @@ def main(argv: Sequence[str]) -> int:
     if unknown := set(stages).difference(STAGES):
         raise ConfigError(f"--stages {args.stages!r}: {', '.join(sorted(unknown))} is none of {', '.join(STAGES)}")
     rows: list[Row] = []
-    shape, profiles = parse_shape("--shape", args.shape), _profiles(args.profiles)
+    shape, profiles = parse_shape("--shape", args.shape), profiles_named(args.profiles)
     for row in run(args.size, shape, profiles, args.repeats, stages, errors=not args.no_error):
         rows.append(row)
         error = "" if row.error is None else f", relative error {row.error:.2e}"
@@ -310,7 +310,8 @@ def main(argv: Sequence[str]) -> int:
     return 0
 
 
-def _profiles(text: str) -> tuple[Profile, ...]:
+def profiles_named(text: str) -> tuple[Profile, ...]:
+    """The profiles, besides stock, that ``text`` names with commas between. Raises `ConfigError`."""
     known: dict[str, Profile] = {"lossless": "lossless", "fast": "fast"}
     names = text.split(",")
     for name in names:

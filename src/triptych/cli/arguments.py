@@ -238,10 +238,10 @@ def _doctor(parser: argparse.ArgumentParser) -> None:
 
 
 _BENCHES = (
-    "the router alone, handoffs, a forward and a decode against stock Diffusers, HTTP serving, a pool under load, a "
-    "denoising step on several GPUs, all comparisons of several GPUs, memory by role"
+    "the router alone, handoffs, a forward and a decode against stock Diffusers, errors of forwards, HTTP serving, a "
+    "pool under load, a denoising step on several GPUs, all comparisons of several GPUs, memory by role"
 )
-_BENCH_NAMES = ("control", "transfer", "stages", "serve", "soak", "parallel", "scaling", "memory")
+_BENCH_NAMES = ("control", "transfer", "stages", "fidelity", "serve", "soak", "parallel", "scaling", "memory")
 
 
 def _bench(parser: argparse.ArgumentParser) -> None:
