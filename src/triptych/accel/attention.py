@@ -12,9 +12,10 @@ from __future__ import annotations
 
 import functools
 import logging
+import math
 import statistics
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -54,6 +55,10 @@ _ENTRY = {
 """Name here to the entry of diffusers' registry that it stands behind."""
 _RING = "_native_math"
 """The entry that ring attention stands behind; see `triptych.accel.parallel.ring`."""
+
+_HEADS = ("heads", "num_heads", "num_attention_heads")
+_QUERIES = ("to_q", "to_query")
+"""What Diffusers' attention modules call the number of their heads, and their projection to queries."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -99,12 +104,36 @@ def in_use(model: nn.Module) -> str | None:
 
     names = {entry: name for name, entry in _ENTRY.items()} | {_RING: "ring"}
     default: Any = dispatch._AttentionBackendRegistry.get_active_backend()[0]
-    for module in model.modules():
-        processor: Any = getattr(module, "processor", None)
-        if processor is not None and hasattr(processor, "_attention_backend"):
-            entry = str((processor._attention_backend or default).value)
-            return names.get(entry, entry)
+    for module in _dispatched(model):
+        entry = str((module.processor._attention_backend or default).value)
+        return names.get(entry, entry)
     return None
+
+
+def widest(model: nn.Module) -> tuple[int, int] | None:
+    """Heads and their width in the widest dispatched attention of ``model``, which has the most work of a model with
+    several (video beside audio or text); None when it has none that says.
+
+    Told by the modules: half of the families' configs name heads in ways of their own, or not at all.
+    """
+    shapes = [shape for module in _dispatched(model) if (shape := _shape(module)) is not None]
+    return max(shapes, key=math.prod, default=None)
+
+
+def _shape(module: Any) -> tuple[int, int] | None:
+    heads = next((getattr(module, name) for name in _HEADS if hasattr(module, name)), None)
+    query = next((getattr(module, name) for name in _QUERIES if hasattr(module, name)), None)
+    if not heads:
+        return None
+    width = getattr(module, "head_dim", None) or getattr(query, "out_features", 0) // heads
+    return (heads, width) if width else None
+
+
+def _dispatched(model: nn.Module) -> Iterator[Any]:
+    """The modules of ``model`` whose attention goes through Diffusers' dispatcher."""
+    for module in model.modules():
+        if hasattr(getattr(module, "processor", None), "_attention_backend"):
+            yield module
 
 
 def backends(components: Mapping[str, Any]) -> dict[str, str]:
@@ -187,11 +216,9 @@ def use_backend(model: nn.Module, backend: str) -> int:
     _register(backend)
     entry = AttentionBackendName(_ENTRY[backend])
     changed = 0
-    for module in model.modules():
-        processor: Any = getattr(module, "processor", None)
-        if processor is not None and hasattr(processor, "_attention_backend"):
-            processor._attention_backend = entry
-            changed += 1
+    for module in _dispatched(model):
+        module.processor._attention_backend = entry
+        changed += 1
     if not changed:
         raise ConfigError(f"attention-backend={backend!r}: {type(model).__name__} has no dispatched attention")
     return changed

@@ -236,10 +236,8 @@ def _attention(
     cache_dir: Path | None,
     agree: Callable[[str], str],
 ) -> list[Technique]:
-    config: Any = getattr(model, "config", None)
-    heads, width = getattr(config, "num_attention_heads", None), getattr(config, "attention_head_dim", None)
-    own = attention.in_use(model)
-    if backend == "auto" and (own is None or profile == "stock" or dtype != torch.bfloat16 or not heads or not width):
+    own, shape = attention.in_use(model), attention.widest(model)
+    if backend == "auto" and (own is None or profile == "stock" or dtype != torch.bfloat16 or shape is None):
         if own is None:
             why = "its own, which is not dispatched"
         else:
@@ -249,9 +247,14 @@ def _attention(
     if profile == "fast" and backend == "auto" and "flash3-fp8" in attention.present(device):
         backend = "flash3-fp8"
     kept = None if cache_dir is None else cache_dir / attention.KEPT
-    heads = min(heads or _BENCH_HEADS, _BENCH_HEADS)
+    heads, width = shape or (_BENCH_HEADS, 128)
     choice = attention.choose(
-        device, heads=heads, head_dim=width or 128, tokens=_BENCH_TOKENS, requested=backend, kept=kept
+        device,
+        heads=min(heads, _BENCH_HEADS),
+        head_dim=width,
+        tokens=_BENCH_TOKENS,
+        requested=backend,
+        kept=kept,
     )
     backend = agree(choice.backend)
     attention.use_backend(model, backend)
