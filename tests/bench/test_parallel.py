@@ -18,28 +18,9 @@ from triptych.parallelism import Parallelism
 SMALL = ["tiny", "--shape", "64x64x5", "--steps", "2", "--device", "cpu"]
 
 
-def test_each_layout_is_compared_with_one_process_and_a_refused_one_does_not_stop_the_rest(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+def test_each_layout_is_compared_with_one_process_which_is_measured_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    file = tmp_path / "rows.json"
-    assert main([*SMALL, "--layouts", "ulysses3,auto", "--json", str(file)]) == 1
-    rows = json.loads(file.read_text())
-    assert [(row["ranks"], row["layout"], row["guidance"]) for row in rows] == [
-        (1, "alone", True),
-        (1, "alone", False),
-        (2, "ulysses3", None),
-        (2, "auto", True),
-        (2, "auto", False),
-    ]
-    assert "num-gpus=2" in rows[2]["failed"]
-    assert rows[3]["equal"]
-    assert all(row["error"] < 1e-5 for row in rows)
-    printed = capsys.readouterr().out
-    assert "2 ulysses3: failed: num-gpus=2" in printed
-    assert " ms a step, guidance off, " in printed
-
-
-def test_what_one_device_does_is_measured_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Symptom: each number of GPUs began with the same minute on one of them, while the others were held."""
     measured: list[tuple[int, int]] = []
     lines = parallel._lines
@@ -58,16 +39,31 @@ def test_what_one_device_does_is_measured_once(tmp_path: Path, monkeypatch: pyte
     assert main([*kept, "auto"]) == 0
     rows = json.loads(file.read_text())
     assert rows[:2] == first
+    assert [(row["ranks"], row["layout"], row["guidance"]) for row in rows] == [
+        (1, "alone", True),
+        (1, "alone", False),
+        (2, "auto", True),
+        (2, "auto", False),
+    ]
     assert rows[2]["equal"]
+    assert all(row["error"] < 1e-5 for row in rows)
+    assert " ms a step, guidance off, " in capsys.readouterr().out
     assert measured == [(1, 64), (1, 64), (2, 64)]
     assert main([*kept, "ulysses3", "--shape", "32x32x5"]) == 1  # another shape is another measurement
     assert measured[3:] == [(1, 32)]
 
 
-def test_a_layout_that_is_not_done_by_its_deadline_is_a_row_that_says_so(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main([*SMALL, "--layouts", "cfg", "--deadline", "0.2"]) == 1
+def test_a_layout_that_is_not_done_by_its_deadline_is_a_row_that_says_so_and_a_refused_one_does_not_stop_the_rest(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    file = tmp_path / "rows.json"
+    assert main([*SMALL, "--layouts", "ulysses3,cfg", "--deadline", "0.2", "--json", str(file)]) == 1
+    rows = json.loads(file.read_text())
+    assert [(row["ranks"], row["layout"]) for row in rows] == [(1, "alone"), (2, "ulysses3"), (2, "cfg")]
+    assert "num-gpus=2" in rows[1]["failed"]
     printed = capsys.readouterr().out
     assert "1 alone: failed: not done within 0 s" in printed
+    assert "2 ulysses3: failed: num-gpus=2" in printed
     assert "2 cfg: failed: not done within 0 s" in printed
 
 
