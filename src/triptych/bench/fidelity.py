@@ -144,7 +144,10 @@ def main(argv: Sequence[str]) -> int:
         shape = parse_shape("--shape", args.shape)
         params |= {"width": shape.width, "height": shape.height}
         params |= {"num_frames": shape.frames} if shape.frames > 1 else {}
-    rows = list(run(ModelConfig(path=args.model, device=device), params, profiles))
+    rows: list[Row] = []
+    for row in run(ModelConfig(path=args.model, device=device), params, profiles):
+        rows.append(row)
+        print(f"{row.variant}: {row.forwards} forwards, median relative error {row.median:.2e}", flush=True)
     table = Table(title=f"{args.model}: relative error of a forward against stock Diffusers in float32")
     for column in ("bfloat16", "forwards", "median", "mean", "worst"):
         table.add_column(column, justify="left" if column == "bfloat16" else "right")
