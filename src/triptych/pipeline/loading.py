@@ -89,6 +89,11 @@ class Loading:
         """Makes the ranks take the same one of several choices."""
         return str if self.team is None else self.team.agree
 
+    def meet(self) -> None:
+        """Wait until all ranks have loaded so far, before what they do together."""
+        if self.team is not None:
+            self.team.meet()
+
     def fetch(self, folder: Path, name: str, entry: tuple[str, str], role: Role | None = None) -> Any:
         """A component with its weights, for ``role`` where these weights may have to stay in host memory; ``entry``
         is its library and class."""

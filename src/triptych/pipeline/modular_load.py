@@ -122,6 +122,7 @@ class _Plan:
         )  # fmt: skip
         if model.step_cache and loading.serves(Role.DENOISER) and not clock.memory.wanted:
             raise ConfigError(f"step-cache={model.step_cache}: {self._kind} has no model whose blocks it knows")
+        loading.meet()
         shared, parallel = self._shares.share(loaded, loading.tally)
         techniques += parallel
         if self._joined is not None:

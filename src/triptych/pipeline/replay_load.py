@@ -74,6 +74,7 @@ def load_replay(loading: Loading, index: dict[str, Any]) -> ReplayRolePipeline:
         model.loras, built().values() if model.loras else (), modules_of(loaded), written=model.writes_adapters
     )
     techniques = outfit(model, loaded, owners, where, loading.dtype, loading.tally, agree=loading.agree())
+    loading.meet()
     techniques += shares.share(loaded, loading.tally)[1]
     pipelines = built()
     any_role = next(iter(pipelines.values()))

@@ -1,11 +1,13 @@
 """The ranks of one instance as one process group, and the device meshes of their layouts; each is created once.
 
-Everything is made at start, by all ranks in the same order, so that no request ever waits for a group.
+Everything is made at start, by all ranks in the same order, so that no request ever waits for a group. What they do
+together has a bound, so while they load, which takes one of them as long as it takes, they meet before each such thing.
 """
 
 from __future__ import annotations
 
 import os
+from collections.abc import Callable
 from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
@@ -31,16 +33,27 @@ class Team:
     device: torch.device
     wish: Parallelism
     """How the ranks were asked to share the work."""
+    meet: Callable[[], None]
+    """Returns once every rank has come so far, however long the slowest takes."""
 
     @classmethod
     def join(
-        cls, rank: int, size: int, device: torch.device, *, wish: Parallelism, store: Path, seconds: float
+        cls,
+        rank: int,
+        size: int,
+        device: torch.device,
+        *,
+        wish: Parallelism,
+        store: Path,
+        seconds: float,
+        meet: Callable[[], None],
     ) -> Team:
-        """Meet the other ranks at the file ``store``, which no one else may write.
+        """Connect with the other ranks through the file ``store``, which no one else may write.
 
-        ``seconds`` bounds the meeting and the collectives of all ranks; those of a mesh have torch's own bounds of some
+        ``seconds`` bounds that and the collectives of all ranks; those of a mesh have torch's own bounds of some
         minutes. One that takes longer ends this process (NCCL) or raises RuntimeError (gloo).
         """
+        meet()
         for name, value in LOOPBACK.items():
             os.environ.setdefault(name, value)
         on_gpu = device.type == "cuda"
@@ -54,7 +67,7 @@ class Team:
             world_size=size,
             timeout=timedelta(seconds=seconds),
         )
-        return cls(rank=rank, size=size, device=device, wish=wish)
+        return cls(rank=rank, size=size, device=device, wish=wish, meet=meet)
 
     def mesh(self, layout: Layout, tp: int) -> DeviceMesh:
         """Groups for a layout: dimensions ``cfg`` (or groups that compute the same), ``ring``, ``ulysses``, ``tp``."""
@@ -75,7 +88,8 @@ class Team:
             dist.broadcast(tensor.reshape(-1).view(torch.uint8), src=0)
 
     def agree(self, word: str) -> str:
-        """Rank 0's word, which is at most 64 bytes long."""
+        """Rank 0's word, which is at most 64 bytes long. For the time in which the ranks load."""
+        self.meet()
         data = torch.zeros(64, dtype=torch.uint8)
         encoded = torch.frombuffer(bytearray(word.encode()), dtype=torch.uint8)
         data[: len(encoded)] = encoded

@@ -33,7 +33,9 @@ from triptych.worker.ranks.orders import (
     Done,
     Drop,
     Failed,
+    Here,
     Join,
+    Meet,
     Order,
     Ready,
     Resume,
@@ -57,7 +59,7 @@ def main() -> None:
     orders: SimpleQueue[Order] = SimpleQueue()
     threading.Thread(target=_read, args=(connection, orders, join.store), name="orders", daemon=True).start()
     try:
-        follower = _Follower(join, connection)
+        follower = _Follower(join, connection, orders)
     except Exception as error:
         mendable = isinstance(error, TriptychError) and error.blame is Blame.OPERATOR
         if not mendable:
@@ -82,9 +84,13 @@ def _read(connection: Connection, orders: SimpleQueue[Order], store: str) -> Non
 class _Follower:
     """One rank with its model and its runs."""
 
-    def __init__(self, join: Join, connection: Connection) -> None:
+    def __init__(self, join: Join, connection: Connection, orders: SimpleQueue[Order]) -> None:
         torch.set_grad_enabled(False)
         self._connection = connection
+        self._orders = orders
+        self._tally = Tally()
+        self._told = Compiled()
+        """All that rank 0 knows of what was compiled here."""
         self._device = torch.device(join.device)
         self._team = Team.join(
             join.rank,
@@ -93,14 +99,18 @@ class _Follower:
             wish=join.parallel,
             store=Path(join.store),
             seconds=join.seconds,
+            meet=self._meet,
         )
-        self._tally = Tally()
-        self._told = Compiled()
-        """All that rank 0 knows of what was compiled here."""
         pipeline, _ = load_cold(join.model, join.roles, join.device, self._tally, self._team)
         self._pipeline: RolePipeline = pipeline
         self._runs: dict[int, StageRun] = {}
         self._answer(Ready(fingerprint=self._pipeline.fingerprint, compiled=self._compiled()))
+
+    def _meet(self) -> None:
+        """Wait until rank 0 says that all have come so far."""
+        self._answer(Here(compiled=self._compiled()))
+        order = self._orders.get()
+        assert isinstance(order, Meet), order
 
     def carry_out(self, order: Order) -> None:
         """Do what rank 0 does, and say how it went."""
@@ -132,7 +142,7 @@ class _Follower:
                 if self._runs[order.run].advance() is not None:
                     del self._runs[order.run]
                     return True
-            case Join() | Drop():
+            case Join() | Meet() | Drop():
                 raise AssertionError(f"{order!r} now")
         return False
 

@@ -20,13 +20,14 @@ from collections.abc import Callable, Sequence
 from multiprocessing.connection import Connection
 from pathlib import Path
 from queue import Empty, Queue
-from typing import Final
+from typing import Final, TypeVar
 
 import torch
 
 from triptych.accel.parallel.team import Team
 from triptych.accel.tally import Tally
 from triptych.config import InstanceConfig
+from triptych.errors import ConfigError
 from triptych.worker.jobs import Post, ThreadDied
 from triptych.worker.ranks.frozen import FrozenWatch
 from triptych.worker.ranks.orders import (
@@ -34,7 +35,9 @@ from triptych.worker.ranks.orders import (
     Compiled,
     Done,
     Failed,
+    Here,
     Join,
+    Meet,
     Order,
     Ready,
     Sent,
@@ -47,11 +50,10 @@ log = logging.getLogger(__name__)
 
 COLLECTIVE_SECONDS: Final = 300.0
 """Bound of every collective, and of the wait for a follower's answer. Ranks may compile for minutes, one after all."""
-LOAD_SECONDS: Final = 1800.0
-"""How much longer than rank 0 a follower may take to load."""
 GRACE_SECONDS: Final = 10.0
 """Once one rank has failed, how long the others have to fail of the same."""
 _END_SECONDS: Final = 1.0
+_Loading = TypeVar("_Loading", Here, Ready)
 
 
 class RanksApart(BaseException):
@@ -103,16 +105,40 @@ class Leader:
             wish=self._config.parallel,
             store=self._store,
             seconds=COLLECTIVE_SECONDS,
+            meet=self._meet,
         )
         return self._team
 
     def await_ready(self) -> None:
-        """Wait until every follower has loaded, once rank 0 has. Raises `RanksApart`."""
+        """Wait until every follower has loaded, once rank 0 has. Raises as `_meet`."""
         for follower in self.followers:
-            answer = self._answer(follower, LOAD_SECONDS)
-            if not isinstance(answer, Ready):
-                raise RanksApart(f"rank {follower.rank} did not load")
+            self._loads(follower, Ready)
         self._loaded = True
+
+    def _meet(self) -> None:
+        """Have all ranks go on loading once each has come so far, however long the slowest takes.
+
+        A rank that ends or freezes ends the wait. Raises `ConfigError` for what an operator must mend of a follower,
+        and `RanksApart`.
+        """
+        for follower in self.followers:
+            self._loads(follower, Here)
+        for follower in self.followers:
+            follower.tell(encode(Meet()))
+
+    def _loads(self, follower: _Follower, kind: type[_Loading]) -> _Loading:
+        """A follower's next answer while it loads."""
+        match self._answer(follower, None):
+            case Failed(reason=reason, mendable=True):
+                raise ConfigError(f"rank {follower.rank}: {reason}")
+            case Failed(reason=reason):
+                raise RanksApart(f"rank {follower.rank} did not load: {reason}")
+            case None:
+                raise RanksApart(f"rank {follower.rank} ended while it loaded")
+            case answer if isinstance(answer, kind):
+                return answer
+            case answer:
+                raise RanksApart(f"rank {follower.rank} answers {answer!r} where rank 0 waits for {kind.__name__}")
 
     def tell(self, order: Order, tensors: Sequence[torch.Tensor] = ()) -> None:
         """Give every follower an order, and all ranks the tensors that belong to it.
@@ -165,7 +191,7 @@ class Leader:
             follower.end()
         shutil.rmtree(self._folder, ignore_errors=True)
 
-    def _answer(self, follower: _Follower, seconds: float) -> Answer | None:
+    def _answer(self, follower: _Follower, seconds: float | None) -> Answer | None:
         """A follower's next answer, whose compilations are counted and logged."""
         answer = follower.answer(seconds)
         if answer is not None and answer.compiled != Compiled():
@@ -245,8 +271,8 @@ class _Follower:
         self._answers.put(answer)
         return answer
 
-    def answer(self, seconds: float) -> Answer | None:
-        """The next answer that was heard; None after that time and when the process is gone."""
+    def answer(self, seconds: float | None) -> Answer | None:
+        """The next answer that was heard; None after that time, if it is bounded, and when the process is gone."""
         try:
             return self._answers.get(timeout=seconds)
         except Empty:

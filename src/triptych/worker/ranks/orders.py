@@ -31,7 +31,10 @@ class Sent(msgspec.Struct, frozen=True):
 
 
 class Join(msgspec.Struct, frozen=True, kw_only=True, tag=True):
-    """The first order: which rank the process is. It joins the others, loads the model and answers `Ready`."""
+    """The first order: which rank the process is. It joins the others, loads the model and answers `Ready`.
+
+    On the way it answers `Here` wherever it meets the others, and waits for `Meet`.
+    """
 
     who: str
     """The instance, for the log."""
@@ -46,6 +49,10 @@ class Join(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     """File through which the ranks meet."""
     seconds: float
     """Bound of every collective."""
+
+
+class Meet(msgspec.Struct, frozen=True, kw_only=True, tag=True):
+    """All ranks have come so far: go on loading. Not answered."""
 
 
 class Begin(msgspec.Struct, frozen=True, kw_only=True, tag=True):
@@ -77,7 +84,7 @@ class Drop(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     run: int
 
 
-Order: TypeAlias = Join | Begin | Resume | Advance | Drop
+Order: TypeAlias = Join | Meet | Begin | Resume | Advance | Drop
 
 
 class Compiled(msgspec.Struct, frozen=True, kw_only=True):
@@ -86,6 +93,12 @@ class Compiled(msgspec.Struct, frozen=True, kw_only=True):
     compilations: int = 0
     seconds: float = 0.0
     uncompiled: int = 0
+
+
+class Here(msgspec.Struct, frozen=True, kw_only=True, tag=True):
+    """The rank has loaded as far as it can without the others."""
+
+    compiled: Compiled = Compiled()
 
 
 class Ready(msgspec.Struct, frozen=True, kw_only=True, tag=True):
@@ -111,7 +124,7 @@ class Failed(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     compiled: Compiled = Compiled()
 
 
-Answer: TypeAlias = Ready | Done | Failed
+Answer: TypeAlias = Here | Ready | Done | Failed
 
 
 def _plain(value: Any) -> str:
