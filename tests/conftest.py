@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 from typing import Any
 
@@ -9,6 +10,8 @@ import pytest
 from hypothesis import HealthCheck, settings
 
 from triptych.launch import ports
+
+gc.disable()  # until all tests are collected: what is imported stays, and is much to look at for garbage
 
 settings.register_profile("tests", deadline=None, suppress_health_check=[HealthCheck.too_slow])
 settings.load_profile("tests")  # how long an example takes is the machine's matter
@@ -48,6 +51,12 @@ ONE_POOL = {f"tests/e2e/test_{name}.py" for name in ("commands", "faults", "iden
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Sort by file, longest first."""
     items.sort(key=lambda item: _rank(_file(item.nodeid)))
+
+
+def pytest_collection_finish() -> None:
+    """From here on there is garbage, but not in what has been imported."""
+    gc.freeze()
+    gc.enable()
 
 
 @pytest.hookimpl(optionalhook=True)

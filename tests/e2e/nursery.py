@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import atexit
 import contextlib
+import gc
 import json
 import os
 import runpy
@@ -91,6 +92,7 @@ class Nursery:
         with contextlib.suppress(OSError):
             self._line.shutdown(socket.SHUT_RDWR)
         self._wait()
+        self._line.close()
 
 
 _own: list[Nursery] = []
@@ -195,6 +197,7 @@ def forking() -> Iterator[None]:
 
 
 def _preload() -> None:
+    gc.disable()
     import diffusers
     import transformers
 
@@ -204,6 +207,8 @@ def _preload() -> None:
 
     loaded = [diffusers.WanModularPipeline, diffusers.WanTransformer3DModel, diffusers.AutoencoderKLWan]
     loaded += [transformers.UMT5EncoderModel, triptych.launch.serving, triptych.worker.process]
+    gc.freeze()  # what no child need look at, nor so copy
+    gc.enable()
     tasks = list(Path("/proc/self/task").iterdir())
     assert len(tasks) == 1, f"{len(tasks)} threads after importing {loaded}: forking would lose the others"
 
