@@ -211,7 +211,7 @@ def test_the_call_that_a_cuda_graph_is_made_of_is_no_measure(
             machine.forward(0.0004, computing * leaves[0].shape[0])
             return leaves[0]
 
-    def recorded(compute: object, call: Any) -> Recorded:
+    def recorded(model: object, compute: object, call: Any) -> Recorded:
         for _ in range(4):  # thrice to see what it takes, and to record
             machine.forward(launching, computing)
             machine.synchronize()

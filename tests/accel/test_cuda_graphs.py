@@ -38,7 +38,7 @@ class Machine:
 def machine(monkeypatch: pytest.MonkeyPatch) -> Machine:
     made = Machine()
 
-    def tried(compute: object, call: Any) -> Any:
+    def tried(model: object, compute: object, call: Any) -> Any:
         made.tried += 1
         return made.recording
 
@@ -201,7 +201,7 @@ def test_a_forward_that_waits_for_the_gpu_is_not_tried(
     model = Waiting(*calls, *[False] * 9)
     call = cuda_graphs.call_of(model.forward, (torch.ones(1),), {})
     with caplog.at_level(logging.INFO, "triptych.accel.cuda_graphs"):
-        assert cuda_graphs._recorded(model.forward, call) is None  # pyright: ignore[reportPrivateUsage]
+        assert cuda_graphs._recorded(model, model.forward, call) is None  # pyright: ignore[reportPrivateUsage]
     assert len(records) == tried
     assert ("no CUDA graph: something in the forward waits for the GPU" in caplog.messages) == (tried == 0)
     assert torch.cuda.get_sync_debug_mode() == 0

@@ -45,7 +45,7 @@ def test_a_forward_that_waits_leaves_everything_as_it_was(tried: bool, monkeypat
     if tried:
         monkeypatch.setattr(cuda_graphs, "_waits", lambda run: False)
     waits = Waits()
-    recorded: Any = cuda_graphs._recorded(waits.forward, call_of(waits.forward, (x,), {}))  # pyright: ignore[reportPrivateUsage]
+    recorded: Any = cuda_graphs._recorded(waits, waits.forward, call_of(waits.forward, (x,), {}))  # pyright: ignore[reportPrivateUsage]
     assert recorded is None
     assert torch.cuda.current_stream() == torch.cuda.default_stream()
     torch.cuda.empty_cache()

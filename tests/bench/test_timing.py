@@ -76,7 +76,7 @@ def test_a_small_forward_is_measured_as_the_recording_that_it_becomes(
     """Symptom: with few repeats the time of a small shape was that of making its recording."""
     model = Model(machine, 0.03, 0.01)
 
-    def recorded(compute: object, call: Any) -> Model:
+    def recorded(_: object, compute: object, call: Any) -> Model:
         for _ in range(5):
             machine.forward(0.03, 0.01)
             machine.synchronize()

@@ -29,6 +29,7 @@ from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
 from triptych.accel.batching import Call, call_of
+from triptych.accel.remembered import forget, remembered
 from triptych.accel.shortage import drop_when_short
 
 log = logging.getLogger(__name__)
@@ -72,12 +73,13 @@ def is_alone() -> bool:
 
 @dataclass(kw_only=True, slots=True)
 class _Recording:
-    """A recorded forward with its own inputs and outputs."""
+    """A recorded forward with its own inputs and outputs, and all else that it reads and the model may let go."""
 
     graph: torch.cuda.CUDAGraph
     inputs: list[Any]
     outputs: list[Any]
     spec: Any
+    held: list[Tensor]
 
     def replay(self, leaves: list[Any]) -> Any:
         for mine, given in zip(self.inputs, leaves, strict=True):
@@ -127,7 +129,7 @@ class CudaGraphs:
             while len(kinds) > _MOST_KINDS:
                 kinds.popitem(last=False)
             if not kind.settled:
-                return self._look(kind, lambda: compute(*args, **kwargs), compute, call)
+                return self._look(kind, model, compute, call)
             if kind.recording is None:
                 return compute(*args, **kwargs)
             return kind.recording.replay(call.leaves)
@@ -139,8 +141,13 @@ class CudaGraphs:
         """How many kinds of calls are replayed."""
         return sum(kind.recording is not None for kind in self._kinds.values())
 
-    def _look(self, kind: _Kind, run: Callable[[], Any], compute: Callable[..., Any], call: Call) -> Any:
+    def _look(self, kind: _Kind, model: nn.Module, compute: Callable[..., Any], call: Call) -> Any:
         """One of the first calls of a kind: one may compile, some are timed, and what is held up is recorded."""
+        args, kwargs = pytree.tree_unflatten(call.leaves, call.spec)
+
+        def run() -> Any:
+            return compute(*args, **kwargs)
+
         kind.calls += 1
         if kind.calls == 1:
             return run()
@@ -157,7 +164,7 @@ class CudaGraphs:
                 log.info(_LEFT_ALONE, took * 1e3, launched * 1e3)
             return result
         kind.settled = True
-        kind.recording = _recorded(compute, call)
+        kind.recording = _recorded(model, compute, call)
         self._forget_oldest()
         return run()
 
@@ -169,16 +176,17 @@ class CudaGraphs:
             del kinds[key]
 
 
-def _recorded(compute: Callable[..., Any], call: Call) -> _Recording | None:
+def _recorded(model: nn.Module, compute: Callable[..., Any], call: Call) -> _Recording | None:
     """A recording, if it is faster than what it records."""
     inputs = [leaf.clone() if isinstance(leaf, Tensor) else leaf for leaf in call.leaves]
     args, kwargs = pytree.tree_unflatten(inputs, call.spec)
+    forget()
     if _waits(lambda: compute(*args, **kwargs)):
         log.info("no CUDA graph: something in the forward waits for the GPU")
         return None
     plain = _seconds(lambda: compute(*args, **kwargs))
     try:
-        recording = _record(compute, inputs, call.spec)
+        recording = _record(model, compute, inputs, call.spec)
     except RuntimeError as error:
         log.info("no CUDA graph: %s", str(error).splitlines()[0])
         return None
@@ -199,7 +207,7 @@ def _recordable(leaves: list[Any]) -> bool:
 _WORD: Final = {True: "kept", False: "dropped"}
 
 
-def _record(compute: Callable[..., Any], inputs: list[Any], spec: Any) -> _Recording:
+def _record(model: nn.Module, compute: Callable[..., Any], inputs: list[Any], spec: Any) -> _Recording:
     args, kwargs = pytree.tree_unflatten(inputs, spec)
     graph, pool, stream = torch.cuda.CUDAGraph(), torch.cuda.graph_pool_handle(), torch.cuda.current_stream()
     torch.cuda.synchronize()
@@ -213,7 +221,7 @@ def _record(compute: Callable[..., Any], inputs: list[Any], spec: Any) -> _Recor
             _close(pool, stream.device)
         raise
     outputs, out_spec = pytree.tree_flatten(made)
-    return _Recording(graph=graph, inputs=inputs, outputs=outputs, spec=out_spec)
+    return _Recording(graph=graph, inputs=inputs, outputs=outputs, spec=out_spec, held=remembered(model))
 
 
 def _close(pool: Any, device: torch.device) -> None:
