@@ -9,7 +9,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from triptych.errors import ConfigError
-from triptych.launch.options import OPTIONS, Option
+from triptych.launch.option import Option
+from triptych.launch.options import OPTIONS
 from triptych.launch.readers import read_gpu_lists, read_integer
 
 DEFAULT_SERVER = "http://127.0.0.1:30000"

@@ -27,7 +27,8 @@ from triptych.config import (
 )
 from triptych.errors import ConfigError
 from triptych.ids import ROLES, Role
-from triptych.launch.options import BY_NAME, OPTIONS, Kind, unknown_option
+from triptych.launch.option import Kind
+from triptych.launch.options import BY_NAME, OPTIONS, unknown_option
 from triptych.launch.readers import Scalar, read_key_file
 from triptych.parallelism import Parallelism
 
@@ -236,39 +237,9 @@ class ServerArgs:
                 pool_bytes=self.disagg_transfer_pool_size,
                 gpu_pool_bytes=self.disagg_transfer_gpu_pool_size,
             ),
-            model=ModelConfig(
-                path=self.model_path,
-                revision=self.revision,
-                device=self.device or default_device,
-                dtype=self.dtype,
-                task=self.task,
-                components=self.component,
-                defaults=self.default,
-                profile=self.profile,
-                attention_backend=self.attention_backend,
-                quant=self._own(self.quant),
-                prompt_cache_bytes=self.prompt_cache,
-                batching=self.batching,
-                batch_guidance=self.batch_guidance,
-                step_cache=self.step_cache,
-                warmup=self.warmup,
-                cache_dir=None if self.cache_dir is None else Path(self.cache_dir),
-                offload=self._own(self.offload),
-                vae_tiling=self.vae_tiling,
-                vae_slicing=self.vae_slicing,
-                loras=self.lora,
-                previews=self.previews,
-            ),
+            model=self._model_config(self.model_path, default_device),
             gpu_ids=self.gpu_ids,
-            parallel=Parallelism(
-                cfg=self.denoiser_cfg,
-                sp=self.denoiser_sp,
-                ulysses=self.denoiser_ulysses,
-                ring=self.denoiser_ring,
-                tp=self.denoiser_tp,
-                encoder_tp=self._sharing(Role.ENCODER, self.encoder_tp),
-                decoder_tp=self._sharing(Role.DECODER, self.decoder_tp),
-            ),
+            parallel=self._parallelism(),
             slots=self.slots,
             max_running=self.max_running_requests,
             metrics_port=self.metrics_port,
@@ -276,6 +247,42 @@ class ServerArgs:
             drain_timeout=self.drain_timeout,
             key_dir=self._key_dir,
             insecure=self.insecure,
+        )
+
+    def _model_config(self, path: str, default_device: DeviceType) -> ModelConfig:
+        return ModelConfig(
+            path=path,
+            revision=self.revision,
+            device=self.device or default_device,
+            dtype=self.dtype,
+            task=self.task,
+            components=self.component,
+            defaults=self.default,
+            profile=self.profile,
+            attention_backend=self.attention_backend,
+            quant=self._own(self.quant),
+            prompt_cache_bytes=self.prompt_cache,
+            batching=self.batching,
+            batch_guidance=self.batch_guidance,
+            step_cache=self.step_cache,
+            warmup=self.warmup,
+            cache_dir=None if self.cache_dir is None else Path(self.cache_dir),
+            offload=self._own(self.offload),
+            vae_tiling=self.vae_tiling,
+            vae_slicing=self.vae_slicing,
+            loras=self.lora,
+            previews=self.previews,
+        )
+
+    def _parallelism(self) -> Parallelism:
+        return Parallelism(
+            cfg=self.denoiser_cfg,
+            sp=self.denoiser_sp,
+            ulysses=self.denoiser_ulysses,
+            ring=self.denoiser_ring,
+            tp=self.denoiser_tp,
+            encoder_tp=self._sharing(Role.ENCODER, self.encoder_tp),
+            decoder_tp=self._sharing(Role.DECODER, self.decoder_tp),
         )
 
     def _own(self, kinds: Mapping[Role, Any]) -> dict[Role, Any]:

@@ -11,6 +11,7 @@ from typing import Any
 import msgspec
 import torch
 
+from triptych.accel.parallel.team import Team
 from triptych.errors import ConfigError, ModelError
 from triptych.ids import ROLES, Role
 from triptych.pipeline.anatomy import Anatomy, anatomy_of
@@ -51,13 +52,8 @@ def load_replay(loading: Loading, index: dict[str, Any]) -> ReplayRolePipeline:
         name: _stand_in(folder, name, entry, classes[name], loading.dtype, where) for name, entry in present.items()
     }
     anatomy = _as_guided(anatomy, stand_ins)
-    if team is not None and team.wish.encoder_tp > 1:
-        raise ConfigError(f"encoder-tp={team.size}: {kind.__name__} is split by replay, whose encoder is on one GPU")
-    if team is not None and anatomy.keeps_keys and loading.serves(Role.DENOISER):
-        raise ConfigError(
-            f"num-gpus={team.size}: steps of {kind.__name__} attend to keys that earlier ones have kept, which GPUs do "
-            "not exchange"
-        )
+    if team is not None:
+        _refuse_what_cannot_be_shared(kind, anatomy, team, denoises=loading.serves(Role.DENOISER))
     # Its guidance is one forward of a doubled batch, so branches are not apart.
     shares = Shares(team, loading.roles, present, stand_ins, sorted(anatomy.denoisers), guided=False)
     loaded = {
@@ -94,6 +90,16 @@ def load_replay(loading: Loading, index: dict[str, Any]) -> ReplayRolePipeline:
         owned=owned,
         adapters=adapters,
     )
+
+
+def _refuse_what_cannot_be_shared(kind: type[Any], anatomy: Anatomy, team: Team, *, denoises: bool) -> None:
+    if team.wish.encoder_tp > 1:
+        raise ConfigError(f"encoder-tp={team.size}: {kind.__name__} is split by replay, whose encoder is on one GPU")
+    if anatomy.keeps_keys and denoises:
+        raise ConfigError(
+            f"num-gpus={team.size}: steps of {kind.__name__} attend to keys that earlier ones have kept, which GPUs do "
+            "not exchange"
+        )
 
 
 def _as_guided(anatomy: Anatomy, components: Mapping[str, Any]) -> Anatomy:

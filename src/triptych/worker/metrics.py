@@ -42,6 +42,21 @@ class _Read(Collector):
         yield CounterMetricFamily(self._name, self._text, value=self._value())
 
 
+def _kept_by_others(figures: Callable[[], PoolFigures], tally: Tally) -> tuple[_Read, ...]:
+    """The counters of the pool and of the compute thread."""
+    return (
+        _Read("pool_refusals", "How often the pool had no room.", lambda: figures().refusals),
+        _Read("compilations", "Graphs compiled.", lambda: tally.compilations),
+        _Read("compile_seconds", "Time spent on compiling.", lambda: tally.compile_seconds),
+        _Read(
+            "uncompiled",
+            "Calls without a graph: there were too many, or the compiler failed.",
+            lambda: tally.uncompiled,
+        ),
+        _Read("unshared_forwards", "Forwards that each GPU computed whole.", lambda: tally.unshared_forwards),
+    )
+
+
 class InstanceMetrics:
     """What one instance has done. All but `attention` and rendering is for the control thread."""
 
@@ -94,18 +109,8 @@ class InstanceMetrics:
         gauge("pool_bytes", "Size of the transfer pool.").set(config.transfer.pool_bytes)
         gauge("pool_used_bytes", "Bytes of the transfer pool that are taken.").set_function(lambda: figures().used)
         gauge("pool_peak_bytes", "Most that was ever taken.").set_function(lambda: figures().peak)
-        registry.register(_Read("pool_refusals", "How often the pool had no room.", lambda: figures().refusals))
-        registry.register(_Read("compilations", "Graphs compiled.", lambda: tally.compilations))
-        registry.register(_Read("compile_seconds", "Time spent on compiling.", lambda: tally.compile_seconds))
-        registry.register(
-            _Read(
-                "uncompiled",
-                "Calls without a graph: there were too many, or the compiler failed.",
-                lambda: tally.uncompiled,
-            )
-        )
-        whole = "Forwards that each GPU computed whole."
-        registry.register(_Read("unshared_forwards", whole, lambda: tally.unshared_forwards))
+        for counted in _kept_by_others(figures, tally):
+            registry.register(counted)
 
     def loaded(self, loaded: Loaded) -> None:
         """The model is there."""
