@@ -12,7 +12,7 @@ import torch
 
 from tests.pipeline.harness import finish
 from triptych.accel.tally import Tally
-from triptych.config import ModelConfig, Profile
+from triptych.config import DeviceType, ModelConfig, Profile
 from triptych.ids import ROLES, Epoch, InstanceId, RequestId, Role
 from triptych.pipeline.load import load_pipeline
 from triptych.pipeline.modular import ModularRolePipeline
@@ -23,7 +23,8 @@ from triptych.worker.jobs import CheckpointJob, ComputeJob, Identity, Post, Stag
 
 WAIT = 120.0
 BASE: dict[str, Any] = {"prompt": "a red ball", "width": 64, "height": 64, "num_frames": 9, "num_inference_steps": 4}
-GPU = pytest.param("cuda", marks=[pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU")])
+NO_GPU = pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU")
+GPU = pytest.param("cuda:0", marks=[pytest.mark.gpu, NO_GPU])
 
 
 def payloads(pipeline: ModularRolePipeline, params: dict[str, Any]) -> tuple[Payload, ...]:
@@ -52,7 +53,8 @@ def following(staged: SimpleQueue[StageJob | CheckpointJob], thread: ComputeThre
 @pytest.mark.parametrize("profile", ["stock", "lossless"])
 @pytest.mark.parametrize("device", ["cpu", GPU])
 def test_requests_in_a_row_have_the_bytes_of_requests_alone(device: str, profile: Profile) -> None:
-    loaded = load_pipeline(ModelConfig(path="tiny", device=device, profile=profile), ROLES, device)
+    kind: DeviceType = "cuda" if device.startswith("cuda") else "cpu"
+    loaded = load_pipeline(ModelConfig(path="tiny", device=kind, profile=profile), ROLES, device)
     assert isinstance(loaded, ModularRolePipeline)
     assert loaded.prepares
     requests = [BASE | {"seed": seed, "height": 64 + 32 * (seed % 2)} for seed in range(8)]
