@@ -19,8 +19,9 @@ demo: $(READY)
 	$(BIN)/triptych demo --output outputs/demo.mp4
 
 # Three at a time, each with one thread: much of a test is waiting for other processes, and two cores are to be busy.
+# Hundreds of processes start, each of which would compile Triptych anew where bytecode may not be kept.
 test: $(READY)
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -m "not gpu and not chaos and not families and not vision and not quant" -n 3 --dist loadfile --no-loadscope-reorder
+	PYTHONDONTWRITEBYTECODE= OMP_NUM_THREADS=1 $(BIN)/python -m pytest -m "not gpu and not chaos and not families and not vision and not quant" -n 3 --dist loadfile --no-loadscope-reorder
 
 test-vision: $(VISION_READY)
 	OMP_NUM_THREADS=1 $(VISION)/bin/python -m pytest -m "(vision or quant) and not gpu"

@@ -22,7 +22,7 @@ REFUSED = Run(name="refused", words=("up",), deadline=60.0)
 def plan(gpus: int) -> Plan:
     return Plan(
         size="wan2.1-t2v-1.3b", model="m", gpus=gpus, device="cuda", shape="832x480x81", steps=(50, 4),
-        profile="lossless", bursts="1,2,4,8", base="b",
+        profile="lossless", bursts="1,2,4,8", poisson=("--requests", "100", "--rate", "0.95"), base="b",
     )  # fmt: skip
 
 
@@ -49,6 +49,7 @@ def test_eight_gpus_are_three_pairs_or_one_of_four_beside_encoder_and_decoder_ag
     serving = {run.name: " ".join(run.words) for run in runs(plan(8)) if run.name.startswith("serve-50-")}
     assert "--denoiser-gpus 1,2;3,4;5,6 --decoder-gpus 7" in serving["serve-50-three-pairs"]
     assert "--encoder-decoder-gpus 0 --denoiser-gpus 1,2,3,4" in serving["serve-50-one-of-four"]
+    assert all(words.endswith("--bursts 1,2,4,8 --requests 100 --rate 0.95") for words in serving.values())
     assert "--denoiser-gpus 0;1;2;3;4;5;6;7 --no-split --baseline replicas" in serving["serve-50-replicas"]
 
 

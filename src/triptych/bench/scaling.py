@@ -75,6 +75,8 @@ class Plan:
     """Of the requests that are served."""
     profile: str
     bursts: str
+    poisson: tuple[str, ...]
+    """Words of `triptych bench serve` for requests at Poisson intervals after the bursts; none for no such requests."""
     base: str
     """Folder for what one GPU does, so that it is measured once for all numbers of GPUs."""
 
@@ -138,7 +140,7 @@ def _serving(plan: Plan, steps: int, words: Sequence[str]) -> tuple[str, ...]:
     if plan.profile != "stock":
         options["warmup"] = plan.shape
     said = tuple(word for name, value in options.items() for word in ("--option", f"{name}={value}"))
-    load = ("--shape", plan.shape, "--steps", str(steps), "--bursts", plan.bursts)
+    load = ("--shape", plan.shape, "--steps", str(steps), "--bursts", plan.bursts, *plan.poisson)
     return ("bench", "serve", plan.model, *words, *said, *load)
 
 
@@ -212,6 +214,8 @@ def main(argv: Sequence[str]) -> int:
     parser.add_argument("--shape", default="832x480x81", help="width x height x frames (default: %(default)s)")
     parser.add_argument("--steps", default="50,4", help="of requests that are served (default: %(default)s)")
     parser.add_argument("--bursts", default="1,2,4,8", help="simultaneous requests (default: %(default)s)")
+    parser.add_argument("--requests", type=int, help="Poisson arrivals after the bursts (default: none)")
+    parser.add_argument("--rate", type=float, default=1.0, help="of those a second (default: %(default)s)")
     parser.add_argument("--profile", choices=("stock", "lossless", "fast"), default="lossless")
     parser.add_argument("--only", default="", metavar="NAMES", help="runs whose names begin so, with commas between")
     parser.add_argument("--budget", type=float, default=float("inf"), help="seconds that all may take")
@@ -238,6 +242,7 @@ def main(argv: Sequence[str]) -> int:
             steps=steps,
             profile=args.profile,
             bursts=args.bursts,
+            poisson=("--requests", str(args.requests), "--rate", str(args.rate)) if args.requests else (),
             base=base,
         )
         deployments(plan.gpus)  # what is impossible is said before anything starts
