@@ -16,6 +16,7 @@ from triptych.config import DeviceType, ModelConfig, Profile
 from triptych.ids import ROLES, Epoch, InstanceId, RequestId, Role
 from triptych.pipeline.load import load_pipeline
 from triptych.pipeline.modular import ModularRolePipeline
+from triptych.pipeline.stage import Resumable
 from triptych.transport.data.protocol import Payload
 from triptych.wire.messages import Lease
 from triptych.worker.compute import ComputeThread
@@ -41,6 +42,18 @@ def denoised(pipeline: ModularRolePipeline, params: dict[str, Any], inputs: tupl
     return [tensor.cpu() for output in finish(run).outputs for tensor in output.tensors]
 
 
+def halfway(pipeline: ModularRolePipeline, params: dict[str, Any], inputs: tuple[Payload, ...], steps: int) -> Payload:
+    """A checkpoint after so many steps."""
+    run = pipeline.start(Role.DENOISER, params, [(p.tree, p.tensors) for p in inputs], [])
+    assert isinstance(run, Resumable)
+    for _ in range(steps):
+        run.advance()
+    frozen = run.checkpoint()
+    run.cancel()
+    assert frozen is not None
+    return Payload(tree=frozen[0], tensors=tuple(tensor.cpu() for tensor in frozen[1]))
+
+
 def following(staged: SimpleQueue[StageJob | CheckpointJob], thread: ComputeThread) -> StageJob | CheckpointJob:
     """The next job, unless the thread dies before it."""
     until = time.monotonic() + WAIT
@@ -53,6 +66,7 @@ def following(staged: SimpleQueue[StageJob | CheckpointJob], thread: ComputeThre
 @pytest.mark.parametrize("profile", ["stock", "lossless"])
 @pytest.mark.parametrize("device", ["cpu", GPU])
 def test_requests_in_a_row_have_the_bytes_of_requests_alone(device: str, profile: Profile) -> None:
+    """Every third one goes on from a checkpoint."""
     kind: DeviceType = "cuda" if device.startswith("cuda") else "cpu"
     loaded = load_pipeline(ModelConfig(path="tiny", device=kind, profile=profile), ROLES, device)
     assert isinstance(loaded, ModularRolePipeline)
@@ -60,6 +74,7 @@ def test_requests_in_a_row_have_the_bytes_of_requests_alone(device: str, profile
     requests = [BASE | {"seed": seed, "height": 64 + 32 * (seed % 2)} for seed in range(8)]
     inputs = [payloads(loaded, params) for params in requests]
     expected = [denoised(loaded, params, given) for params, given in zip(requests, inputs, strict=True)]
+    resumes = {number: halfway(loaded, requests[number], inputs[number], 2) for number in range(1, 8, 3)}
     prepared: list[int] = []
     staged: SimpleQueue[StageJob | CheckpointJob] = SimpleQueue()
     posts: SimpleQueue[Post] = SimpleQueue()
@@ -83,7 +98,7 @@ def test_requests_in_a_row_have_the_bytes_of_requests_alone(device: str, profile
     thread._ahead.prepare = noted
     for number, (params, given) in enumerate(zip(requests, inputs, strict=True)):
         ticket = Ticket(Lease(RequestId(str(number)), Role.DENOISER, 1))
-        thread.put(ComputeJob(ticket=ticket, params=params, inputs=given, images=()))
+        thread.put(ComputeJob(ticket=ticket, params=params, inputs=given, images=(), resume=resumes.get(number)))
     thread.start()
     for number, tensors in enumerate(expected):
         job = following(staged, thread)
