@@ -41,6 +41,8 @@ KEPT = "attention.json"
 _SHORTER = (4, 16)
 """By what the sequence is made shorter where there is no memory to measure it."""
 
+_PROBED_TOKENS = 2048
+"""So many that FP8 attention computes in FP8."""
 _WARM_CALLS = 3
 _TIMED_CALLS = 5
 
@@ -301,18 +303,36 @@ def _measure_all(
     return seconds, starved
 
 
+def trouble(backend: str, device: torch.device, dtype: torch.dtype, heads: int, head_dim: int) -> str:
+    """Why a CUDA ``device`` computes no small self-attention of that shape with ``backend``; nothing when it did."""
+    try:
+        _call(backend, device, dtype, heads, head_dim, _PROBED_TOKENS)()
+        torch.cuda.synchronize(device)
+    except Exception as error:  # of the kernel, of what builds it, or of the driver
+        return str(error).strip().partition("\n")[0] or type(error).__name__
+    return ""
+
+
 def _measure(backend: str, device: torch.device, heads: int, head_dim: int, tokens: int) -> float:
     """Median seconds of one self-attention call, once the GPU has come to speed."""
-    from diffusers.models import attention_dispatch as dispatch
-
-    _register(backend)
-    function = dispatch._AttentionBackendRegistry._backends[dispatch.AttentionBackendName(_ENTRY[backend])]
-    q, k, v = (torch.randn(1, tokens, heads, head_dim, device=device, dtype=torch.bfloat16) for _ in range(3))
+    attend = _call(backend, device, torch.bfloat16, heads, head_dim, tokens)
     samples: list[float] = []
     for _ in range(_WARM_CALLS + _TIMED_CALLS):
         torch.cuda.synchronize(device)
         start = time.perf_counter()
-        function(q, k, v)
+        attend()
         torch.cuda.synchronize(device)
         samples.append(time.perf_counter() - start)
     return statistics.median(samples[_WARM_CALLS:])
+
+
+def _call(
+    backend: str, device: torch.device, dtype: torch.dtype, heads: int, head_dim: int, tokens: int
+) -> Callable[[], Tensor]:
+    """A self-attention to be computed."""
+    from diffusers.models import attention_dispatch as dispatch
+
+    _register(backend)
+    function = dispatch._AttentionBackendRegistry._backends[dispatch.AttentionBackendName(_ENTRY[backend])]
+    q, k, v = (torch.randn(1, tokens, heads, head_dim, device=device, dtype=dtype) for _ in range(3))
+    return lambda: function(q, k, v)

@@ -11,6 +11,8 @@ from typing import Any
 
 import torch
 
+from triptych.accel.compiling import Overflow, allow_many_graphs
+
 log = logging.getLogger(__name__)
 
 _FP8 = torch.float8_e4m3fn
@@ -70,8 +72,7 @@ def flash3_fp8(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float, 
     """
     if k.shape[1] < _FEW_KEYS:
         return _run(q, k, v, scale, causal)
-    quantise = _compiled_quantise()
-    (q8, q_descale), (k8, k_descale), (v8, v_descale) = quantise(q), quantise(k), quantise(v)
+    (q8, q_descale), (k8, k_descale), (v8, v_descale) = (_quantising(x) for x in (q, k, v))
     return _run(q8, k8, v8, scale, causal, q_descale=q_descale, k_descale=k_descale, v_descale=v_descale)
 
 
@@ -80,10 +81,13 @@ def _(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float, causal: b
     return q.new_empty(*q.shape[:-1], v.shape[-1])
 
 
-@cache
-def _compiled_quantise() -> Callable[[torch.Tensor], tuple[torch.Tensor, torch.Tensor]]:
-    # at the first use: compiling is nothing that an import should start
-    return torch.compile(_quantise, dynamic=False)
+def compile_quantising(overflow: Overflow, *, varying: bool) -> None:
+    """Have FP8 attention quantise by compiled graphs: one for each shape or, where lengths are ``varying``, one for the
+    first of them and one for all others. ``overflow`` takes what gets none.
+    """
+    global _quantising
+    allow_many_graphs()
+    _quantising = overflow.compiled(_quantise, dynamic=None if varying else False)
 
 
 def _quantise(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
@@ -91,3 +95,6 @@ def _quantise(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     peak = x.abs().amax(dim=(1, 3)).float().clamp_min(1e-6)
     scaled = x.float() * (_FP8_MAX / peak)[:, None, :, None]
     return scaled.clamp(-_FP8_MAX, _FP8_MAX).to(_FP8), peak / _FP8_MAX
+
+
+_quantising: Callable[[torch.Tensor], tuple[torch.Tensor, torch.Tensor]] = _quantise

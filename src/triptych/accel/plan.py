@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from triptych.accel import attention, quant, qwen_dit, text_keys, wan_vae
+from triptych.accel import attention, flash3, quant, qwen_dit, text_keys, wan_vae
 from triptych.accel import step_cache as step_caching
 from triptych.accel.batching import ForwardBatcher
 from triptych.accel.compiling import Overflow, allow_many_graphs
@@ -40,6 +40,7 @@ _TEXT_KEYS_SHARE = 8
 """One part in so many of a GPU's memory may be taken by the keys and values of texts, for each model."""
 _TEXT_KEYS_BYTES = 2 << 30
 """What they may take of host memory."""
+_FP8_ATTENTION = "flash3-fp8"
 _QWEN = "QwenImageTransformer2DModel"
 _TEXT_OF_ANY_LENGTH = frozenset({_QWEN, "ZImageTransformer2DModel"})
 """Models whose pipelines do not pad the text, so that nearly every prompt has a length of its own."""
@@ -109,7 +110,7 @@ def accelerate(
     others = sorted(modules.keys() - denoisers.keys() - text_encoders.keys())
     unknown = [name for name in others if name.startswith(("transformer", "unet"))]
     for name in (*denoisers, *unknown):
-        done += _attention(name, modules[name], device, dtype, profile, backend, cache_dir, agree)
+        done += _attention(name, modules[name], setting, backend, cache_dir, agree)
         if backend != wish:
             own = attention.in_use(modules[name])
             log.warning("attention-backend %s is not on this machine: %s uses %s", wish, name, own)
@@ -229,13 +230,12 @@ def _graphs(name: str, model: nn.Module, device: torch.device) -> Technique:
 def _attention(
     name: str,
     model: nn.Module,
-    device: torch.device,
-    dtype: torch.dtype,
-    profile: Profile,
+    setting: _Setting,
     backend: str,
     cache_dir: Path | None,
     agree: Callable[[str], str],
 ) -> list[Technique]:
+    device, dtype, profile = setting.device, setting.dtype, setting.profile
     own, shape = attention.in_use(model), attention.widest(model)
     if backend == "auto" and (own is None or profile == "stock" or dtype != torch.bfloat16 or shape is None):
         if own is None:
@@ -244,23 +244,40 @@ def _attention(
             known = "profile stock" if profile == "stock" else "only measured for bfloat16 models of known head size"
             why = f"{own}, {known}"
         return [Technique(name=f"{name}: attention", on=False, why=why)]
-    if profile == "fast" and backend == "auto" and "flash3-fp8" in attention.present(device):
-        backend = "flash3-fp8"
     kept = None if cache_dir is None else cache_dir / attention.KEPT
     heads, width = shape or (_BENCH_HEADS, 128)
-    choice = attention.choose(
-        device,
-        heads=min(heads, _BENCH_HEADS),
-        head_dim=width,
-        tokens=_BENCH_TOKENS,
-        requested=backend,
-        kept=kept,
-    )
+    heads = min(heads, _BENCH_HEADS)
+    backend, remark = _tried(name, model, setting, backend, heads, width)
+    choice = attention.choose(device, heads=heads, head_dim=width, tokens=_BENCH_TOKENS, requested=backend, kept=kept)
     backend = agree(choice.backend)
     attention.use_backend(model, backend)
     measured = ", ".join(f"{k} {v * 1e3:.2f} ms" for k, v in choice.seconds.items())
-    why = f"{backend}, {choice.reason}" + (f" ({measured})" if measured else "")
+    why = f"{backend}, {choice.reason}" + (f" ({measured})" if measured else "") + remark
     return [Technique(name=f"{name}: attention", on=True, why=why)]
+
+
+def _tried(name: str, model: nn.Module, setting: _Setting, backend: str, heads: int, width: int) -> tuple[str, str]:
+    """``backend``, or the FP8 one that the profile would rather have where a small call to it works, and a remark.
+
+    Raises `ConfigError` when one that was asked for by name does not work.
+    """
+    device = setting.device
+    rather = backend == "auto" and setting.profile == "fast" and _FP8_ATTENTION in attention.present(device)
+    wish = _FP8_ATTENTION if rather else backend
+    if wish in ("auto", "native"):  # which run wherever torch does
+        return wish, ""
+    lacking = _lacking(device) if wish == _FP8_ATTENTION else ""
+    if wish == _FP8_ATTENTION and not lacking:
+        overflow = Overflow(f"{name}: FP8 attention", setting.tally)
+        flash3.compile_quantising(overflow, varying=_varies(model, setting))
+    if rather and lacking:
+        return backend, f"; not {wish}: {lacking}"
+    trouble = attention.trouble(wish, device, setting.dtype, heads, width)
+    if trouble and not rather:
+        raise ConfigError(f"attention-backend={wish!r}: does not compute {heads} heads of {width} here: {trouble}")
+    if trouble:
+        return backend, f"; not {wish}: {trouble}"
+    return wish, f"; quantises without compiled kernels: {lacking}" if lacking else ""
 
 
 def _fuse_and_compile(name: str, model: nn.Module, setting: _Setting, *, plain: bool) -> list[Technique]:
@@ -272,12 +289,16 @@ def _fuse_and_compile(name: str, model: nn.Module, setting: _Setting, *, plain: 
     if _fusible(device, setting.dtype):
         changed = _fuse(model) + fuse_gelu(model) + fuse_fp8(model)
         done.append(Technique(name=f"{name}: fused kernels", on=changed > 0, why=f"{changed} modules"))
-    any_length = type(model).__name__ in _TEXT_OF_ANY_LENGTH
-    tuned, varying = declared and plain and not any_length, any_length or not declared
-    compile_blocks(model, tuned=tuned, varying=varying, overflow=Overflow(name, setting.tally))
+    varying = _varies(model, setting)
+    compile_blocks(model, tuned=plain and not varying, varying=varying, overflow=Overflow(name, setting.tally))
     graphs = "one graph per shape" if declared else "two graphs for all sizes, for --warmup names none"
     why = f"{len(quant.blocks(model))} blocks, {graphs}"
     return [*done, Technique(name=f"{name}: compile", on=True, why=why)]
+
+
+def _varies(model: nn.Module, setting: _Setting) -> bool:
+    """Whether lengths come that no warm-up has seen."""
+    return not setting.declared or type(model).__name__ in _TEXT_OF_ANY_LENGTH
 
 
 def _has_triton(device: torch.device) -> bool:
