@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import importlib.metadata
-import shutil
+import os
 from pathlib import Path
 
 import pytest
@@ -11,6 +11,7 @@ import torch
 from torch.cuda import nccl
 
 from triptych.accel import attention
+from triptych.cli import accelerations as module
 from triptych.cli.accelerations import accelerations
 from triptych.cli.finding import Finding
 
@@ -29,7 +30,7 @@ def on(
     capability: tuple[int, int] = (9, 0),
     backends: tuple[str, ...] = ("flash3", "cudnn", "native"),
     packages: dict[str, str] | None = None,
-    compilers: tuple[str, ...] = ("gcc",),
+    trouble: str = "",
 ) -> dict[str, Finding]:
     """What is said of such a machine."""
     installed = {"triton": "3.5", "torchao": "0.15"} if packages is None else packages
@@ -47,7 +48,7 @@ def on(
     monkeypatch.setattr(nccl, "version", lambda: (2, 28, 9))
     monkeypatch.setattr(attention, "present", lambda _: backends)
     monkeypatch.setattr(importlib.metadata, "version", version)
-    monkeypatch.setattr(shutil, "which", lambda name: name if name in compilers else None)
+    monkeypatch.setattr(module, "trouble", lambda _: trouble)
     return {finding.what: finding for finding in accelerations()}
 
 
@@ -82,11 +83,40 @@ def test_what_lacks_is_named_with_how_to_get_it(monkeypatch: pytest.MonkeyPatch)
     assert "triptych[quant]" in found["fp8"].mend
 
 
-def test_a_compiler_that_triton_cannot_do_without_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
-    found = on(monkeypatch, compilers=())["compiling"]
-    assert (found.verdict, found.mend) == ("warn", "apt-get install gcc")
-    monkeypatch.setenv("CC", "/opt/cc")
-    assert on(monkeypatch, compilers=("/opt/cc",))["compiling"].verdict == "ok"
+def test_why_triton_builds_no_kernel_is_said_as_a_server_would(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Symptom: with gcc and without Python's headers the doctor found nothing, and servers ran the stock path."""
+    found = on(monkeypatch, trouble="Triton builds no kernels here: fatal error: Python.h: No such file")["compiling"]
+    assert found.verdict == "warn"
+    assert found.found == "triton 3.5: Triton builds no kernels here: fatal error: Python.h: No such file"
+    assert "python3-dev" in found.mend
+
+
+def test_a_kernel_is_built_for_it_and_not_taken_from_what_was_built_before(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    def build(_: torch.device) -> str:
+        folder = Path(os.environ["TRITON_CACHE_DIR"])
+        assert not list(folder.iterdir())
+        (tmp_path / "seen").write_text(str(folder))
+        return ""
+
+    on(monkeypatch)
+    monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
+    monkeypatch.setattr(module, "trouble", build)
+    assert [finding.verdict for finding in accelerations()] == ["ok"] * 3
+    assert not Path((tmp_path / "seen").read_text()).exists()
+    assert os.environ["TRITON_CACHE_DIR"] == str(tmp_path)
+
+
+def test_a_full_gpu_is_no_lack_of_a_compiler(monkeypatch: pytest.MonkeyPatch) -> None:
+    def full(_: torch.device) -> str:
+        raise torch.OutOfMemoryError("CUDA out of memory")
+
+    on(monkeypatch)
+    monkeypatch.setattr(module, "trouble", full)
+    (found,) = (finding for finding in accelerations() if finding.what == "compiling")
+    assert found.verdict == "ok"
+    assert "could not be tried" in found.found
 
 
 def test_what_a_gpu_cannot_do_is_no_lack(monkeypatch: pytest.MonkeyPatch) -> None:

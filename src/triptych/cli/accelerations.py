@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 import os
-import shutil
 from collections.abc import Iterator
 from pathlib import Path
+from tempfile import TemporaryDirectory
+from unittest.mock import patch
 
 import torch
 from torch.cuda import nccl
 
 from triptych.accel import attention
 from triptych.accel.compiling import default_folder
+from triptych.accel.kernels.probe import trouble
 from triptych.cli.finding import Finding, installed
 from triptych.transport.adapters import active_adapters, gpu_reach, peer_memory
 from triptych.transport.data.gpu_memory import all_export_dma_buf
@@ -31,7 +33,7 @@ def accelerations() -> Iterator[Finding]:
     capability = torch.cuda.get_device_capability(device)
     yield _attention(attention.present(device), capability)
     yield from _measured(device, default_folder() / attention.KEPT)
-    yield _compiling()
+    yield _compiling(device)
     yield _fp8(capability)
     if torch.cuda.device_count() > 1:
         yield from _several_gpus()
@@ -56,14 +58,22 @@ def _measured(device: torch.device, file: Path) -> Iterator[Finding]:
         yield Finding(verdict="ok", what="measured", found=f"attention of {shape}: {times} (kept in {file})")
 
 
-def _compiling() -> Finding:
+def _compiling(device: torch.device) -> Finding:
+    """What a server finds that tries to build a kernel."""
     version = installed("triton")
     if version is None:
         found = "no triton: --profile lossless and fast cannot compile"
         return Finding(verdict="warn", what="compiling", found=found, mend="pip install triton")
-    if not any(map(shutil.which, (os.environ.get("CC", ""), "gcc", "clang"))):
-        found = f"triton {version}, but no C compiler, without which it builds no kernels"
-        return Finding(verdict="warn", what="compiling", found=found, mend="apt-get install gcc")
+    # A kernel that an earlier start built would tell nothing.
+    with TemporaryDirectory() as empty, patch.dict(os.environ, TRITON_CACHE_DIR=empty):
+        try:
+            failed = trouble(device)
+        except torch.OutOfMemoryError:
+            found = f"triton {version}, which could not be tried: the GPU has no memory left"
+            return Finding(verdict="ok", what="compiling", found=found)
+    if failed:
+        mend = "apt-get install gcc python3-dev, and set CC where the compiler has another name"
+        return Finding(verdict="warn", what="compiling", found=f"triton {version}: {failed}", mend=mend)
     return Finding(verdict="ok", what="compiling", found=f"triton {version}, for --profile lossless and fast")
 
 
