@@ -12,11 +12,9 @@ import torch
 from triptych.pipeline.content import content_of
 
 
-def fingerprint(
-    device: str, dtype: torch.dtype, folder: Path, overrides: Mapping[str, str], techniques: Sequence[str] = ()
-) -> str:
-    """Versions, device, dtype, attention, the model in ``folder``, replaced components and acceleration, and a hash of
-    all at the end. Where folders lie says nothing, what is in them does."""
+def fingerprint(device: str, dtype: torch.dtype, weights: str, techniques: Sequence[str] = ()) -> str:
+    """Versions, device, dtype, attention, ``weights`` (see `weights_of`) and acceleration, and a hash of all at the
+    end."""
     from diffusers.utils.constants import DIFFUSERS_ATTN_BACKEND
 
     parts = (
@@ -27,12 +25,18 @@ def fingerprint(
         str(dtype).removeprefix("torch."),
         f"attention {DIFFUSERS_ATTN_BACKEND}",
         f"tf32 {torch.backends.cuda.matmul.allow_tf32}",
-        content_of(folder),
-        *(f"{name} of {_content_of(path)}" for name, path in sorted(overrides.items())),
+        weights,
         *techniques,
     )
     text = ", ".join(parts)
     return f"{text}, {hashlib.sha256(text.encode()).hexdigest()[:12]}"
+
+
+def weights_of(folder: Path, overrides: Mapping[str, str]) -> str:
+    """The model in ``folder``, and components in its ``overrides``. Where folders lie says nothing, what is in them
+    does."""
+    replaced = (f"{name} of {_content_of(path)}" for name, path in sorted(overrides.items()))
+    return ", ".join((content_of(folder), *replaced))
 
 
 def _content_of(path: str) -> str:

@@ -89,10 +89,20 @@ class Loading:
         """Makes the ranks take the same one of several choices."""
         return str if self.team is None else self.team.agree
 
-    def meet(self) -> None:
-        """Wait until all ranks have loaded so far, before what they do together."""
-        if self.team is not None:
-            self.team.meet()
+    def meet(self, weights: Iterable[str], loaded: Iterable[str], techniques: Iterable[str]) -> None:
+        """Wait until all ranks have loaded: the same ``weights``, with the same done to each component that two have.
+
+        ``loaded`` are this rank's components. A technique begins with those that it was applied to, and a colon.
+        """
+        if self.team is None:
+            return
+        applied: dict[str, list[str]] = {name: [] for name in loaded}
+        for technique in techniques:
+            names, _, what = technique.partition(": ")
+            for name in names.split(", "):
+                applied.setdefault(name, []).append(what)
+        done = {name: ", ".join(words) for name, words in applied.items()}
+        self.team.meet({"at": "the weights", "model": ", ".join(weights), **done})
 
     def fetch(self, folder: Path, name: str, entry: tuple[str, str], role: Role | None = None) -> Any:
         """A component with its weights, for ``role`` where these weights may have to stay in host memory; ``entry``

@@ -19,7 +19,7 @@ from triptych.ids import ROLES, Role
 from triptych.pipeline.cut import cut
 from triptych.pipeline.drawing import draw_elsewhere
 from triptych.pipeline.families import family_of
-from triptych.pipeline.fingerprint import fingerprint
+from triptych.pipeline.fingerprint import fingerprint, weights_of
 from triptych.pipeline.known import modular_counterpart, whether_picture
 from triptych.pipeline.loading import Loading, WarmUp
 from triptych.pipeline.lora import attach, identities, with_adapters
@@ -122,7 +122,9 @@ class _Plan:
         )  # fmt: skip
         if model.step_cache and loading.serves(Role.DENOISER) and not clock.memory.wanted:
             raise ConfigError(f"step-cache={model.step_cache}: {self._kind} has no model whose blocks it knows")
-        loading.meet()
+        weights = weights_of(self._folder, model.components)
+        adapted_by = identities(model.loras, written=model.writes_adapters)
+        loading.meet((weights, *adapted_by), loaded, techniques)
         shared, parallel = self._shares.share(loaded, loading.tally)
         techniques += parallel
         if self._joined is not None:
@@ -132,13 +134,7 @@ class _Plan:
             cut=self._parts,
             family=self._family,
             schema=self._schema,
-            fingerprint=fingerprint(
-                loading.device,
-                loading.dtype,
-                self._folder,
-                model.components,
-                (*techniques, *identities(model.loras, written=model.writes_adapters)),
-            ),
+            fingerprint=fingerprint(loading.device, loading.dtype, weights, (*techniques, *adapted_by)),
             device=loading.where,
             clock=clock,
             batcher=self._batcher,

@@ -16,7 +16,7 @@ from triptych.errors import ConfigError, ModelError
 from triptych.ids import ROLES, Role
 from triptych.pipeline.anatomy import Anatomy, anatomy_of
 from triptych.pipeline.answers import OutputClasses
-from triptych.pipeline.fingerprint import fingerprint
+from triptych.pipeline.fingerprint import fingerprint, weights_of
 from triptych.pipeline.loading import Loading
 from triptych.pipeline.lora import attach, identities, with_adapters
 from triptych.pipeline.outfit import modules_of, outfit
@@ -70,19 +70,20 @@ def load_replay(loading: Loading, index: dict[str, Any]) -> ReplayRolePipeline:
         model.loras, built().values() if model.loras else (), modules_of(loaded), written=model.writes_adapters
     )
     techniques = outfit(model, loaded, owners, where, loading.dtype, loading.tally, agree=loading.agree())
-    loading.meet()
+    weights = weights_of(folder, model.components)
+    adapted_by = identities(model.loras, written=model.writes_adapters)
+    loading.meet((weights, *adapted_by), loaded, techniques)
     techniques += shares.share(loaded, loading.tally)[1]
     pipelines = built()
     any_role = next(iter(pipelines.values()))
     schema = build_replay_schema(model.path, index, any_role, anatomy, read_settings(folder))
     schema = msgspec.structs.replace(schema, commit=loading.commit)
-    changes = (*techniques, *identities(model.loras, written=model.writes_adapters))
     return ReplayRolePipeline(
         model=ReplayModel(
             anatomy=anatomy,
             classes=OutputClasses(classes.values()),
             schema=with_defaults(with_adapters(schema, model.loras, kind), model.defaults),
-            fingerprint=fingerprint(loading.device, loading.dtype, folder, model.components, changes),
+            fingerprint=fingerprint(loading.device, loading.dtype, weights, (*techniques, *adapted_by)),
             device=where,
             sharing=shares.words,
         ),

@@ -113,6 +113,6 @@ def test_all_families_do_in_all_ways_of_the_table(
     # What it says nothing of is refused at start.
     for way in WAYS.keys() - {*ways}:
         parallel, role, _ = WAYS[way]
-        team = Team(rank=0, size=2, device=torch.device("cpu"), wish=parallel, meet=lambda: None)
+        team = Team(rank=0, size=2, device=torch.device("cpu"), wish=parallel, meet=lambda _: None)
         with pytest.raises(ConfigError):
             load_cold(ModelConfig(path=str(folder), device="cpu"), (role,), "cpu", team=team)

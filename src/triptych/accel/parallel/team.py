@@ -7,7 +7,7 @@ together has a bound, so while they load, which takes one of them as long as it 
 from __future__ import annotations
 
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
@@ -33,8 +33,9 @@ class Team:
     device: torch.device
     wish: Parallelism
     """How the ranks were asked to share the work."""
-    meet: Callable[[], None]
-    """Returns once every rank has come so far, however long the slowest takes."""
+    meet: Callable[[Mapping[str, str]], None]
+    """Returns once every rank has come so far, however long the slowest takes. What a rank says there by name must be
+    what rank 0 says, or the ranks are apart."""
 
     @classmethod
     def join(
@@ -46,14 +47,14 @@ class Team:
         wish: Parallelism,
         store: Path,
         seconds: float,
-        meet: Callable[[], None],
+        meet: Callable[[Mapping[str, str]], None],
     ) -> Team:
         """Connect with the other ranks through the file ``store``, which no one else may write.
 
         ``seconds`` bounds that and the collectives of all ranks; those of a mesh have torch's own bounds of some
         minutes. One that takes longer ends this process (NCCL) or raises RuntimeError (gloo).
         """
-        meet()
+        meet({"at": "the start"})
         for name, value in LOOPBACK.items():
             os.environ.setdefault(name, value)
         on_gpu = device.type == "cuda"
@@ -89,7 +90,7 @@ class Team:
 
     def agree(self, word: str) -> str:
         """Rank 0's word, which is at most 64 bytes long. For the time in which the ranks load."""
-        self.meet()
+        self.meet({"at": "a choice"})
         data = torch.zeros(64, dtype=torch.uint8)
         encoded = torch.frombuffer(bytearray(word.encode()), dtype=torch.uint8)
         data[: len(encoded)] = encoded

@@ -12,6 +12,7 @@ import shutil
 import signal
 import sys
 import threading
+from collections.abc import Mapping
 from multiprocessing.connection import Connection
 from pathlib import Path
 from queue import SimpleQueue
@@ -104,11 +105,11 @@ class _Follower:
         pipeline, _ = load_cold(join.model, join.roles, join.device, self._tally, self._team)
         self._pipeline: RolePipeline = pipeline
         self._runs: dict[int, StageRun] = {}
-        self._answer(Ready(fingerprint=self._pipeline.fingerprint, compiled=self._compiled()))
+        self._answer(Ready(compiled=self._compiled()))
 
-    def _meet(self) -> None:
+    def _meet(self, said: Mapping[str, str]) -> None:
         """Wait until rank 0 says that all have come so far."""
-        self._answer(Here(compiled=self._compiled()))
+        self._answer(Here(said=dict(said), compiled=self._compiled()))
         order = self._orders.get()
         assert isinstance(order, Meet), order
 

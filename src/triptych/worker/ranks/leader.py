@@ -16,7 +16,7 @@ import subprocess
 import sys
 import tempfile
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from multiprocessing.connection import Connection
 from pathlib import Path
 from queue import Empty, Queue
@@ -115,14 +115,17 @@ class Leader:
             self._loads(follower, Ready)
         self._loaded = True
 
-    def _meet(self) -> None:
-        """Have all ranks go on loading once each has come so far, however long the slowest takes.
+    def _meet(self, said: Mapping[str, str]) -> None:
+        """Have all ranks go on loading once each has come so far, however long the slowest takes; see `Team.meet`.
 
         A rank that ends or freezes ends the wait. Raises `ConfigError` for what an operator must mend of a follower,
         and `RanksApart`.
         """
         for follower in self.followers:
-            self._loads(follower, Here)
+            its = self._loads(follower, Here).said
+            if apart := [name for name in its if its[name] != said.get(name)]:
+                differ = "; ".join(f"{name}: {its[name]!r}, not {said.get(name)!r}" for name in apart)
+                raise RanksApart(f"rank {follower.rank} has loaded something else than rank 0: {differ}")
         for follower in self.followers:
             follower.tell(encode(Meet()))
 

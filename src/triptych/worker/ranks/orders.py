@@ -98,13 +98,14 @@ class Compiled(msgspec.Struct, frozen=True, kw_only=True):
 class Here(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     """The rank has loaded as far as it can without the others."""
 
+    said: dict[str, str]
+    """What it has, by name; see `Team.meet`."""
     compiled: Compiled = Compiled()
 
 
 class Ready(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     """The model is loaded."""
 
-    fingerprint: str
     compiled: Compiled = Compiled()
 
 
