@@ -180,7 +180,7 @@ def _recorded(model: nn.Module, compute: Callable[..., Any], call: Call) -> _Rec
     """A recording, if it is faster than what it records."""
     inputs = [leaf.clone() if isinstance(leaf, Tensor) else leaf for leaf in call.leaves]
     args, kwargs = pytree.tree_unflatten(inputs, call.spec)
-    forget()
+    forget(model)
     if _waits(lambda: compute(*args, **kwargs)):
         log.info("no CUDA graph: something in the forward waits for the GPU")
         return None
