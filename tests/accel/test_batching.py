@@ -219,7 +219,7 @@ def test_the_call_that_a_cuda_graph_is_made_of_is_no_measure(
 
     monkeypatch.setattr(cuda_graphs, "_recorded", recorded)
     model, batcher = Slow(), ForwardBatcher(profiling=True)
-    CudaGraphs().install(model)
+    CudaGraphs(patient=True).install(model)
     batcher.install(model)
     model(torch.ones(1, 4))
     assert list(batcher.caps.values()) == [1]

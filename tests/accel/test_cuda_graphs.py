@@ -11,7 +11,8 @@ import torch
 from torch import Tensor, nn
 
 from triptych.accel import cuda_graphs
-from triptych.accel.cuda_graphs import CudaGraphs, launched_one_by_one
+from triptych.accel.cuda_graphs import CudaGraphs
+from triptych.accel.recordable import launched_one_by_one, recorded_early
 from triptych.accel.shortage import free_memory
 
 
@@ -161,6 +162,37 @@ def test_forwards_that_gpus_exchange_tensors_in_are_neither_recorded_nor_replaye
     with launched_one_by_one():
         model(torch.ones(1))
     assert Replayed.count == 1
+
+
+def test_kinds_that_do_not_come_again_are_not_recorded(machine: Machine) -> None:
+    """Symptom: a request of four steps and a text of new length computed thirteen forwards."""
+    model = Small(machine)
+    CudaGraphs(patient=True).install(model)
+    for size in range(1, 9):
+        for _ in range(4):
+            model(torch.ones(size))
+    assert machine.tried == 0
+
+
+def test_a_kind_that_came_often_is_recorded_once(machine: Machine, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Replayed, "count", 0)
+    machine.recording = Replayed()
+    model = Small(machine)
+    CudaGraphs(patient=True).install(model)
+    for size in (1, 2):
+        for _ in range(30):
+            model(torch.ones(size))
+    assert machine.tried == 2
+    assert Replayed.count == 2 * 10
+
+
+def test_what_is_measured_is_recorded_however_many_kinds_there_are(machine: Machine) -> None:
+    model = Small(machine)
+    CudaGraphs(patient=True).install(model)
+    with recorded_early():
+        for _ in range(4):
+            model(torch.ones(1))
+    assert machine.tried == 1
 
 
 class Waiting(nn.Module):

@@ -122,7 +122,7 @@ def test_a_recording_lies_around_what_keeps_the_keys_of_a_text(
     made: list[Tensor] = []
     transformer.blocks[0].attn2.to_k.register_forward_hook(lambda _module, _inputs, output: made.append(output))
 
-    def record(name: str, model: Any, _device: torch.device) -> Technique:
+    def record(name: str, model: Any, _setting: object) -> Technique:
         compute = model.forward
 
         def replay(*args: Any, **kwargs: Any) -> Any:
@@ -139,6 +139,37 @@ def test_a_recording_lies_around_what_keeps_the_keys_of_a_text(
     latents, text = torch.randn(1, 16, 2, 8, 8), torch.randn(1, 7, 32)
     for _ in range(2):
         transformer(latents, torch.tensor([500.0]), text, return_dict=False)
+
+
+@pytest.mark.parametrize(
+    ("kind", "declared", "patient"), [("wan", True, False), ("wan", False, True), ("qwen", True, True)]
+)
+def test_recordings_wait_for_what_comes_often_where_no_warm_up_has_seen_it(
+    transformer: WanTransformer3DModel, monkeypatch: pytest.MonkeyPatch, kind: str, declared: bool, patient: bool
+) -> None:
+    model: Any = transformer
+    if kind == "qwen":
+        model = QwenImageTransformer2DModel(
+            num_layers=1, num_attention_heads=2, attention_head_dim=16, joint_attention_dim=24, axes_dims_rope=(4, 6, 6)
+        )
+    made: list[bool] = []
+
+    class Noted(plan.CudaGraphs):
+        def install(self, model: nn.Module) -> None:
+            made.append(self.patient)
+
+    monkeypatch.setattr(attention, "present", lambda _: ("native",))
+    monkeypatch.setattr(plan, "_kernels", lambda *_, **__: [])
+    monkeypatch.setattr(plan, "_fusible", lambda *_: False)
+    monkeypatch.setattr(plan, "CudaGraphs", Noted)
+    accelerate(
+        {"transformer": model},
+        device=torch.device("cuda"),
+        dtype=torch.bfloat16,
+        profile="lossless",
+        declared=declared,
+    )
+    assert made == [patient]
 
 
 ORDER = ("compile", "text keys", "step cache", "graphs", "masks", "batching")

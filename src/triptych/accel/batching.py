@@ -25,6 +25,7 @@ from torch.utils import _pytree as pytree
 
 from triptych.accel.merging import Merged
 from triptych.accel.ragged import EVEN, Ragged, ragged_of
+from triptych.accel.recordable import recorded_early
 from triptych.accel.shortage import free_memory, is_out_of_memory
 from triptych.accel.step_cache import Step, StepMemory
 
@@ -227,7 +228,7 @@ class ForwardBatcher:
 
     def _seconds(self, calls: Sequence[Call], count: int) -> float | None:
         """See `_seconds`; what is computed to be measured belongs to no step."""
-        with self.memory.exchanged(()):
+        with self.memory.exchanged(()), recorded_early():
             return _seconds(calls, count)
 
 

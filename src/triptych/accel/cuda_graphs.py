@@ -2,7 +2,8 @@
 
 A forward is recorded once for each kind of call and then replayed as one launch. Whether that helps is measured on the
 first calls of a kind: a forward that the host has launched long before the GPU is done is left alone, and of the others
-those are replayed that a recording makes faster. Replaying runs the same kernels, so the bytes are the same.
+those are replayed that a recording makes faster. Replaying runs the same kernels, so the bytes are the same. To record
+takes as long as about ten forwards, so where kinds come that may not come again, those are recorded that came often.
 
 A forward that waits for the GPU cannot be recorded, and to try leaves torch in a state that others suffer from. So that
 is looked for before. Forwards in which GPUs exchange tensors are left alone (`launched_one_by_one`): each process
@@ -18,9 +19,8 @@ import logging
 import time
 import warnings
 from collections import OrderedDict
-from collections.abc import Callable, Generator, Hashable
-from contextlib import contextmanager, suppress
-from contextvars import ContextVar
+from collections.abc import Callable, Hashable
+from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any, Final
 
@@ -29,6 +29,7 @@ from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
 from triptych.accel.batching import Call, call_of
+from triptych.accel.recordable import is_alone, is_early
 from triptych.accel.remembered import forget, remembered
 from triptych.accel.shortage import drop_when_short
 
@@ -40,6 +41,9 @@ _LONG: Final = 0.15
 """Seconds that no forward takes to launch, but one that fills the GPU's queue; its memory is too much to record."""
 _LOOKS: Final = 3
 """How often a forward is timed before it is left alone. A single call can be slow for many reasons."""
+_OFTEN: Final = 20
+"""Calls of a kind after which it is recorded where there are many kinds: one that comes no more has then cost half as
+much again."""
 _GAIN: Final = 0.9
 """A recording is kept when it takes less than this share of the forward's time."""
 _LEFT_ALONE: Final = "no CUDA graph: a forward takes %.2f ms, the host has launched it after %.2f ms"
@@ -51,24 +55,6 @@ _MENDED: Final = "2.12"
 """The first torch that cleans up behind a recording that fails."""
 _MOST_KINDS: Final = 64
 """Kinds of calls that are remembered. There is no end of them where a model is given what changes every time."""
-
-
-_ALONE: ContextVar[bool] = ContextVar("alone", default=True)
-
-
-@contextmanager
-def launched_one_by_one() -> Generator[None]:
-    """Have forwards of now neither recorded nor replayed, as others have a part in them."""
-    before = _ALONE.set(False)
-    try:
-        yield
-    finally:
-        _ALONE.reset(before)
-
-
-def is_alone() -> bool:
-    """Whether the present forward may be recorded, for nobody else has a part in it."""
-    return _ALONE.get()
 
 
 @dataclass(kw_only=True, slots=True)
@@ -105,6 +91,8 @@ class _Kind:
 class CudaGraphs:
     """Recordings of one model's forwards. Used from one thread, but for `drop`."""
 
+    patient: bool = False
+    """Whether kinds come that no warm-up has seen."""
     _kinds: OrderedDict[Hashable, _Kind] = field(default_factory=OrderedDict[Hashable, _Kind])
 
     def __post_init__(self) -> None:
@@ -163,6 +151,8 @@ class CudaGraphs:
             if kind.settled:
                 log.info(_LEFT_ALONE, took * 1e3, launched * 1e3)
             return result
+        if self.patient and not is_early() and kind.calls < _OFTEN:
+            return run()
         kind.settled = True
         kind.recording = _recorded(model, compute, call)
         self._forget_oldest()

@@ -120,7 +120,7 @@ def accelerate(
         if step_cache:
             done.append(_step_cache(name, model, step_cache, memory, setting.tally))
         elif profile != "stock":
-            done.append(_graphs(name, model, device))
+            done.append(_graphs(name, model, setting))
         if profile != "stock" and _fusible(device, dtype) and type(model).__name__ == _QWEN:
             qwen_dit.leave_out_masks(model)
         if batcher is not None:
@@ -218,12 +218,12 @@ def _step_cache(name: str, model: nn.Module, threshold: float, memory: StepMemor
     return Technique(name=f"{name}: step cache", on=True, why=f"threshold {threshold}")
 
 
-def _graphs(name: str, model: nn.Module, device: torch.device) -> Technique:
-    if device.type != "cuda":
+def _graphs(name: str, model: nn.Module, setting: _Setting) -> Technique:
+    if setting.device.type != "cuda":
         return Technique(name=f"{name}: CUDA graphs", on=False, why="needs CUDA")
     if ragged_of(model).lists:
         return Technique(name=f"{name}: CUDA graphs", on=False, why="its forwards take lists of tensors")
-    CudaGraphs().install(model)
+    CudaGraphs(patient=_varies(model, setting)).install(model)
     return Technique(name=f"{name}: CUDA graphs", on=True, why="for shapes that are measured to gain", exact=True)
 
 

@@ -12,6 +12,7 @@ from typing import Final, TypedDict
 import torch
 
 from triptych.accel.batching import SETTLED
+from triptych.accel.recordable import recorded_early
 
 _ENOUGH: Final = 5.0
 """Seconds of counted calls after which three are enough: long ones vary little."""
@@ -68,10 +69,11 @@ def measure(call: Callable[[], object], repeats: int, *, settles: bool = False) 
     other one more is not counted.
     """
     spent = 0.0
-    for number in range(SETTLED - 1 if settles else 1):
-        if number >= _LOOKS and spent > _SHORT:
-            break
-        spent += _waited(call)[1]
+    with recorded_early():
+        for number in range(SETTLED - 1 if settles else 1):
+            if number >= _LOOKS and spent > _SHORT:
+                break
+            spent += _waited(call)[1]
     torch.cuda.reset_peak_memory_stats()
     waited: list[float] = []
     launched: list[float] = []

@@ -9,7 +9,6 @@ from typing import Any
 
 from torch import nn
 
-from triptych.accel.cuda_graphs import launched_one_by_one
 from triptych.accel.parallel.degrees import Degrees, Layout
 from triptych.accel.parallel.exchange import install
 from triptych.accel.parallel.guidance import BranchSharing
@@ -18,6 +17,7 @@ from triptych.accel.parallel.sequence import TokenSharing, context
 from triptych.accel.parallel.team import Team
 from triptych.accel.parallel.tensor import shard
 from triptych.accel.qwen_dit import leave_out_masks
+from triptych.accel.recordable import launched_one_by_one
 from triptych.accel.tally import Tally
 
 
