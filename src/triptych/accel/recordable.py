@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Generator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from contextvars import ContextVar
 
 _ALONE: ContextVar[bool] = ContextVar("alone", default=True)
@@ -11,13 +11,17 @@ _EARLY: ContextVar[bool] = ContextVar("early", default=False)
 
 
 @contextmanager
-def launched_one_by_one() -> Generator[None]:
-    """Have forwards of now neither recorded nor replayed, as others have a part in them."""
-    before = _ALONE.set(False)
+def _saying(variable: ContextVar[bool], value: bool) -> Generator[None]:
+    before = variable.set(value)
     try:
         yield
     finally:
-        _ALONE.reset(before)
+        variable.reset(before)
+
+
+def launched_one_by_one() -> AbstractContextManager[None]:
+    """Have forwards of now neither recorded nor replayed, as others have a part in them."""
+    return _saying(_ALONE, False)
 
 
 def is_alone() -> bool:
@@ -25,14 +29,9 @@ def is_alone() -> bool:
     return _ALONE.get()
 
 
-@contextmanager
-def recorded_early() -> Generator[None]:
+def recorded_early() -> AbstractContextManager[None]:
     """Have forwards of now recorded as soon as they are seen to gain, for it is to be measured what they take then."""
-    before = _EARLY.set(True)
-    try:
-        yield
-    finally:
-        _EARLY.reset(before)
+    return _saying(_EARLY, True)
 
 
 def is_early() -> bool:

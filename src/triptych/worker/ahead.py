@@ -67,11 +67,9 @@ class Ahead:
         self._job = job
         with self._beside(job):
             try:
-                begun = begin(pipeline, job)
-            except Exception as error:  # it will begin in its turn, and fail then if it must
+                self._begun = _prepared(begin(pipeline, job))
+            except Exception as error:  # it will begin anew in its turn, and fail then if it must
                 log.info("not prepared: request=%s: %s", job.ticket.lease.request, error)
-                return
-            self._begun = _prepared(begun, job)
 
     def take(self, job: ComputeJob) -> Begun | None:
         """The stage of ``job``, if it was prepared; then it is the caller's."""
@@ -132,15 +130,15 @@ class Made(TorchDispatchMode):
         return result
 
 
-def _prepared(begun: Begun, job: ComputeJob) -> Begun | None:
+def _prepared(begun: Begun) -> Begun:
+    """The same stage before its first step, where that can be had; it is over where that fails."""
     started = time.perf_counter()
     try:
         if isinstance(begun.run, Preparable):
             begun.run.prepare()
-    except Exception as error:  # it will begin anew in its turn, and fail then if it must
-        log.info("not prepared: request=%s: %s", job.ticket.lease.request, error)
+    except Exception:
         begun.run.cancel()
-        return None
+        raise
     return Begun(run=begun.run, seconds=begun.seconds + time.perf_counter() - started)
 
 
