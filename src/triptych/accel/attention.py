@@ -296,13 +296,17 @@ def _measure_all(
     """Seconds of each backend that takes this shape, and those for which there was no memory, of which nothing is
     known; and whether the seconds are to be relied on. A kernel that does not take the shape says so when it is called.
 
-    Each has its turn in several rounds, and the best of its times counts."""
+    Each has its turn in several rounds, and the best of its times counts. Those of the first round do not: a GPU that
+    has rested has a higher clock than it can keep, so what it does then is not seen again.
+    """
     times: dict[str, list[float]] = {name: [] for name in backends}
     starved: list[str] = []
-    for _ in range(_MOST_ROUNDS):
+    for number in range(_MOST_ROUNDS):
         for name in list(times):
             try:
-                times[name].append(_measure(name, device, heads, head_dim, tokens))
+                seconds = _measure(name, device, heads, head_dim, tokens)
+                if number:
+                    times[name].append(seconds)
             except (RuntimeError, TypeError, ImportError, OSError, MemoryError) as error:
                 del times[name]
                 if is_out_of_memory(error):
@@ -312,7 +316,7 @@ def _measure_all(
                     log.info("attention backend %s does not take %d heads of %d: %s", name, heads, head_dim, error)
         if starved or all(map(_seen_twice, times.values())):
             break
-    return {name: min(seen) for name, seen in times.items()}, starved, all(map(_seen_twice, times.values()))
+    return {name: min(seen) for name, seen in times.items() if seen}, starved, all(map(_seen_twice, times.values()))
 
 
 def _seen_twice(seconds: list[float]) -> bool:
