@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from triptych.accel import batching, cuda_graphs
 from triptych.accel.batching import Call, ForwardBatcher
 from triptych.accel.cuda_graphs import CudaGraphs
+from triptych.accel.sizes import Sizes
 
 from .test_cuda_graphs import Machine
 
@@ -219,7 +220,7 @@ def test_the_call_that_a_cuda_graph_is_made_of_is_no_measure(
 
     monkeypatch.setattr(cuda_graphs, "_recorded", recorded)
     model, batcher = Slow(), ForwardBatcher(profiling=True)
-    CudaGraphs(patient=True).install(model)
+    CudaGraphs(sizes=Sizes()).install(model)
     batcher.install(model)
     model(torch.ones(1, 4))
     assert list(batcher.caps.values()) == [1]

@@ -5,7 +5,6 @@ from __future__ import annotations
 import logging
 import os
 from collections.abc import Iterator
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +16,7 @@ from torch import Tensor, nn
 
 from triptych.accel.compiling import Overflow, allow_many_graphs, count_compilations, keep_graphs_in
 from triptych.accel.plan import compile_blocks
+from triptych.accel.sizes import Sizes, rehearsing
 from triptych.accel.tally import Tally
 from triptych.accel.wan_vae import WanVaeDecoder
 from triptych.errors import ConfigError
@@ -153,17 +153,63 @@ def test_a_model_with_compiled_blocks_serves_any_number_of_shapes(monkeypatch: p
         num_attention_heads=2, attention_head_dim=12, ffn_dim=16, num_layers=2, text_dim=8, freq_dim=16
     ).eval()
     stock = [forward(model, size) for size in range(2, 6)]
-    really = nn.Module.compile
-
-    def eagerly(block: nn.Module, *, options: dict[str, Any], **more: Any) -> None:
-        really(block, backend="eager", **more)
-
-    monkeypatch.setattr(nn.Module, "compile", eagerly)
+    monkeypatch.setattr(torch, "compile", eagerly(torch.compile))
     monkeypatch.setattr("triptych.accel.plan.allow_many_graphs", lambda: None)
-    tally = Tally()
-    compile_blocks(model, tuned=False, varying=False, overflow=Overflow("transformer", tally))
-    assert all(torch.equal(forward(model, size), made) for size, made in zip(range(2, 6), stock, strict=True))
+    tally, sizes = Tally(), Sizes()
+    compile_blocks(model, sizes, tuned=False, overflow=Overflow("transformer", tally))
+    sizes.install("transformer", model)
+    with rehearsing():
+        assert all(torch.equal(forward(model, size), made) for size, made in zip(range(2, 6), stock, strict=True))
     assert tally.uncompiled == 2 * 2, "two blocks, for two sizes"
+
+
+def eagerly(really: Any) -> Any:
+    """`torch.compile` whose graphs are run as they are."""
+    return lambda plain, *, options=None, **more: really(plain, backend="eager", **more)
+
+
+def noting(really: Any, made: list[bool]) -> Any:
+    """`torch.compile` that also notes of each graph that is run whether it was made for any size."""
+
+    def compiled(plain: Any, *, dynamic: bool | None, options: Any = None, **more: Any) -> Any:
+        def backend(graph: Any, inputs: list[Any]) -> Any:
+            def run(*args: Any) -> Any:
+                made.append(dynamic is None)
+                return graph(*args)
+
+            return run
+
+        return really(plain, backend=backend, dynamic=dynamic, **more)
+
+    return compiled
+
+
+def test_a_size_that_was_rehearsed_is_computed_by_its_own_graph_whatever_came_before(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Symptom: the same request gave other bytes after requests of other sizes, since a graph for all sizes had come to
+    serve it; and on a server with --warmup each other size waited for graphs of its own."""
+    torch.set_grad_enabled(False)
+    torch.compiler.reset()
+    allow_many_graphs()
+    model = WanTransformer3DModel(
+        num_attention_heads=2, attention_head_dim=12, ffn_dim=16, num_layers=2, text_dim=8, freq_dim=16
+    ).eval()
+    served: list[bool] = []
+    monkeypatch.setattr(torch, "compile", noting(torch.compile, served))
+    sizes, tally = Sizes(), Tally()
+    count_compilations(tally)
+    compile_blocks(model, sizes, tuned=False, overflow=Overflow("transformer", tally))
+    sizes.install("transformer", model)
+    with rehearsing():
+        forward(model, 2)
+    served.clear()
+    for size in (3, 2, 4, 3, 2):
+        forward(model, size)
+    for_any = [True] * 2  # of two blocks
+    for_its_own = [False] * 2
+    assert served == [*for_any, *for_its_own, *for_any, *for_any, *for_its_own]
+    assert tally.compilations == 2
 
 
 def forward(model: nn.Module, size: int) -> Tensor:
@@ -181,10 +227,17 @@ def test_the_decoder_s_blocks_are_whole_graphs(monkeypatch: pytest.MonkeyPatch) 
         base_dim=8, z_dim=4, dim_mult=[1, 2, 2, 2], num_res_blocks=1, temperal_downsample=[False, True, True]
     ).eval()
     latents = torch.randn(1, 4, 4, 2, 2, generator=torch.Generator().manual_seed(2))
-    plain = WanVaeDecoder(vae, overflow=None).decode(latents)
-    monkeypatch.setattr(torch, "compile", partial(torch.compile, backend="eager"))
+    plain = WanVaeDecoder(vae).decode(latents)
+    monkeypatch.setattr(torch, "compile", eagerly(torch.compile))
     tally = Tally()
-    assert torch.equal(WanVaeDecoder(vae, overflow=Overflow("vae", tally)).decode(latents), plain)
+    count_compilations(tally)
+    compiled = WanVaeDecoder(vae, overflow=Overflow("vae", tally), sizes=Sizes())
+    assert torch.equal(compiled.decode(latents), plain)
+    assert tally.compilations == 0, "a request of a new size would wait for all of them"
+    with rehearsing():
+        compiled.decode(latents)
+    assert tally.compilations > 0
+    assert torch.equal(compiled.decode(latents), plain)
     assert tally.uncompiled == 0
 
 

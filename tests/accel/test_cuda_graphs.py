@@ -14,6 +14,9 @@ from triptych.accel import cuda_graphs
 from triptych.accel.cuda_graphs import CudaGraphs
 from triptych.accel.recordable import launched_one_by_one, recorded_early
 from triptych.accel.shortage import free_memory
+from triptych.accel.sizes import Sizes, rehearsing
+
+from .impatient import impatient
 
 
 class Machine:
@@ -60,7 +63,7 @@ def calls(machine: Machine, *times: tuple[float, float]) -> None:
             return x
 
     model = Model()
-    CudaGraphs().install(model)
+    impatient(model)
     for _ in times:
         model(torch.ones(1))
 
@@ -118,7 +121,7 @@ def test_a_shape_whose_recording_made_room_is_recorded_again(machine: Machine, m
     machine.recording = Replayed()
 
     model = Small(machine)
-    CudaGraphs().install(model)
+    impatient(model)
     for round_ in range(2):
         for size in range(1, 100):  # more than are remembered
             for _ in range(4):
@@ -132,8 +135,8 @@ def test_recordings_are_dropped_when_memory_runs_out_and_made_again(
     monkeypatch.setattr(Replayed, "count", 0)
     machine.recording = Replayed()
 
-    model, graphs = Small(machine), CudaGraphs()
-    graphs.install(model)
+    model = Small(machine)
+    graphs = impatient(model)
     for round_ in range(1, 3):
         for _ in range(4):
             model(torch.ones(1))
@@ -151,7 +154,7 @@ def test_forwards_that_gpus_exchange_tensors_in_are_neither_recorded_nor_replaye
     machine.recording = Replayed()
 
     model = Small(machine)
-    CudaGraphs().install(model)
+    impatient(model)
     with launched_one_by_one():
         for _ in range(9):
             model(torch.ones(1))
@@ -167,7 +170,7 @@ def test_forwards_that_gpus_exchange_tensors_in_are_neither_recorded_nor_replaye
 def test_kinds_that_do_not_come_again_are_not_recorded(machine: Machine) -> None:
     """Symptom: a request of four steps and a text of new length computed thirteen forwards."""
     model = Small(machine)
-    CudaGraphs(patient=True).install(model)
+    CudaGraphs(sizes=Sizes()).install(model)
     for size in range(1, 9):
         for _ in range(4):
             model(torch.ones(size))
@@ -178,7 +181,7 @@ def test_a_kind_that_came_often_is_recorded_once(machine: Machine, monkeypatch: 
     monkeypatch.setattr(Replayed, "count", 0)
     machine.recording = Replayed()
     model = Small(machine)
-    CudaGraphs(patient=True).install(model)
+    CudaGraphs(sizes=Sizes()).install(model)
     for size in (1, 2):
         for _ in range(30):
             model(torch.ones(size))
@@ -186,9 +189,27 @@ def test_a_kind_that_came_often_is_recorded_once(machine: Machine, monkeypatch: 
     assert Replayed.count == 2 * 10
 
 
+def test_what_was_rehearsed_is_recorded_at_once_and_what_was_not_is_waited_for(machine: Machine) -> None:
+    """Symptom: on a server with --warmup a request of another size, and of four steps, computed thirteen forwards."""
+    model, sizes = Small(machine), Sizes()
+    CudaGraphs(sizes=sizes).install(model)
+    sizes.install("transformer", model)
+    for _ in range(4):
+        model(torch.ones(2))
+    assert machine.tried == 0
+    with rehearsing():
+        for _ in range(3):
+            model(torch.ones(1))
+    assert machine.tried == 1
+    for size in (1, 2):
+        for _ in range(10):
+            model(torch.ones(size))
+    assert machine.tried == 1
+
+
 def test_what_is_measured_is_recorded_however_many_kinds_there_are(machine: Machine) -> None:
     model = Small(machine)
-    CudaGraphs(patient=True).install(model)
+    CudaGraphs(sizes=Sizes()).install(model)
     with recorded_early():
         for _ in range(4):
             model(torch.ones(1))

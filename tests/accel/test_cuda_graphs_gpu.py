@@ -10,7 +10,8 @@ from torch import Tensor, nn
 
 from triptych.accel import cuda_graphs
 from triptych.accel.batching import call_of
-from triptych.accel.cuda_graphs import CudaGraphs
+
+from .impatient import impatient
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU")]
 
@@ -35,8 +36,7 @@ class Waits(Deep):
 def test_a_forward_that_waits_leaves_everything_as_it_was(tried: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     torch.set_grad_enabled(False)
     good: Any = Deep()
-    graphs = CudaGraphs()
-    graphs.install(good)
+    graphs = impatient(good)
     x = torch.ones(8, device="cuda")
     expected = Deep()(x)
     for _ in range(4):
@@ -55,8 +55,7 @@ def test_a_forward_that_waits_leaves_everything_as_it_was(tried: bool, monkeypat
     assert torch.equal(torch.randn(4, device="cuda"), drawn)
     assert torch.equal(good(x), expected)
     again: Any = Deep()
-    more = CudaGraphs()
-    more.install(again)
+    more = impatient(again)
     for _ in range(4):
         assert torch.equal(again(x[:4]), expected[:4])
     assert more.recordings == 1

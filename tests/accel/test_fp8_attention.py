@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable
+from contextlib import nullcontext
 from typing import Any
 
 import pytest
@@ -15,6 +16,7 @@ from torch.nn.functional import scaled_dot_product_attention
 from triptych.accel import attention, flash3, plan
 from triptych.accel.compiling import Overflow, count_compilations
 from triptych.accel.plan import Technique, accelerate
+from triptych.accel.sizes import Sizes, rehearsing
 from triptych.accel.tally import Tally
 from triptych.errors import ConfigError
 
@@ -28,7 +30,7 @@ class Hopper:
     def __init__(self) -> None:
         self.widths = {64, 128}
         self.lacking = ""
-        self.quantising: list[bool] = []
+        self.quantising: list[Sizes] = []
 
     def fp8(self, q: Tensor, k: Tensor, v: Tensor, scale: float, causal: bool) -> Tensor:
         if q.shape[-1] not in self.widths:
@@ -36,8 +38,8 @@ class Hopper:
         q, k, v = (x.transpose(1, 2) for x in (q, k, v))
         return scaled_dot_product_attention(q, k, v, scale=scale, is_causal=causal).transpose(1, 2)
 
-    def compile_quantising(self, overflow: Overflow, *, varying: bool) -> None:
-        self.quantising.append(varying)
+    def compile_quantising(self, overflow: Overflow, sizes: Sizes) -> None:
+        self.quantising.append(sizes)
 
 
 @pytest.fixture
@@ -97,39 +99,35 @@ def test_fp8_attention_that_was_asked_for_is_refused_where_it_does_not_work(hopp
     assert told == f"flash3-fp8, requested; quantises without compiled kernels: {NONE_BUILT}"
 
 
-@pytest.mark.parametrize("declared", [True, False])
-def test_where_no_sizes_are_declared_they_share_a_graph(hopper: Hopper, declared: bool) -> None:
-    attention_of(declared=declared)
-    assert hopper.quantising == [not declared]
-
-
 @pytest.fixture
-def quantising(monkeypatch: pytest.MonkeyPatch) -> Callable[[bool], tuple[Tally, Callable[[Tensor], Any]]]:
-    """How FP8 attention quantises when lengths vary or do not; the compiler's front end is at work."""
+def quantising(monkeypatch: pytest.MonkeyPatch) -> Callable[[Sizes], tuple[Tally, Callable[[Tensor], Any]]]:
+    """How FP8 attention quantises tensors of certain sizes; the compiler's front end is at work."""
     really = torch.compile
     monkeypatch.setattr(torch, "compile", lambda plain, **options: really(plain, backend="eager", **options))
     monkeypatch.setattr(flash3, "_quantising", None)
     torch.compiler.reset()
 
-    def made(varying: bool) -> tuple[Tally, Callable[[Tensor], Any]]:
+    def made(sizes: Sizes) -> tuple[Tally, Callable[[Tensor], Any]]:
         tally = Tally()
         count_compilations(tally)
-        flash3.compile_quantising(Overflow("transformer", tally), varying=varying)
+        flash3.compile_quantising(Overflow("transformer", tally), sizes)
         quantise: Any = flash3._quantising  # pyright: ignore[reportPrivateUsage]
         return tally, quantise
 
     return made
 
 
-@pytest.mark.parametrize(("varying", "compilations"), [(True, 2), (False, 6)])
-def test_quantising_compiles_at_most_twice_where_lengths_vary(
-    quantising: Callable[[bool], tuple[Tally, Callable[[Tensor], Any]]], varying: bool, compilations: int
+@pytest.mark.parametrize(("rehearsed", "compilations"), [((), 2), ((4,), 2), ((4, 5), 3)])
+def test_quantising_compiles_for_what_was_rehearsed_and_twice_at_most_for_all_else(
+    quantising: Callable[[Sizes], tuple[Tally, Callable[[Tensor], Any]]], rehearsed: tuple[int, ...], compilations: int
 ) -> None:
     """Symptom: without --warmup a request of a new size waited for the compiler, whatever sizes came before it."""
-    tally, quantise = quantising(varying)
-    for tokens in range(4, 10):
+    sizes = Sizes()
+    tally, quantise = quantising(sizes)
+    for tokens in (*rehearsed, *range(4, 10)):
         x = torch.randn(1, tokens, 2, 8)
-        small, descale = quantise(x)
+        with rehearsing() if tokens in rehearsed else nullcontext(), sizes.of(tokens):
+            small, descale = quantise(x)
         assert torch.allclose(small.float() * descale[:, None, :, None], x, rtol=0.07, atol=1e-2)
     assert tally.compilations == compilations
 
@@ -146,7 +144,7 @@ def test_what_the_compiler_fails_at_is_quantised_without_it(
     torch.compiler.reset()
     tally = Tally()
     with caplog.at_level(logging.WARNING):
-        flash3.compile_quantising(Overflow("transformer: FP8 attention", tally), varying=True)
+        flash3.compile_quantising(Overflow("transformer: FP8 attention", tally), Sizes())
         small, descale = flash3._quantising(torch.ones(1, 4, 2, 8))  # pyright: ignore
     assert (small.dtype, descale.shape) == (torch.float8_e4m3fn, (1, 2))
     assert tally.uncompiled == 1

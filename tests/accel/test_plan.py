@@ -19,6 +19,7 @@ from torch import Tensor, nn
 from triptych.accel import attention, plan, quant
 from triptych.accel.batching import ForwardBatcher
 from triptych.accel.plan import Technique, accelerate
+from triptych.accel.sizes import rehearsing
 from triptych.accel.wan_vae import WanVaeDecoder, install, installed, supports
 from triptych.errors import ConfigError
 
@@ -141,35 +142,28 @@ def test_a_recording_lies_around_what_keeps_the_keys_of_a_text(
         transformer(latents, torch.tensor([500.0]), text, return_dict=False)
 
 
-@pytest.mark.parametrize(
-    ("kind", "declared", "patient"), [("wan", True, False), ("wan", False, True), ("qwen", True, True)]
-)
-def test_recordings_wait_for_what_comes_often_where_no_warm_up_has_seen_it(
-    transformer: WanTransformer3DModel, monkeypatch: pytest.MonkeyPatch, kind: str, declared: bool, patient: bool
+@pytest.mark.parametrize(("kind", "own"), [("wan", True), ("qwen", False)])
+def test_sizes_have_graphs_of_their_own_unless_every_text_would_need_more(
+    transformer: WanTransformer3DModel, monkeypatch: pytest.MonkeyPatch, kind: str, own: bool
 ) -> None:
     model: Any = transformer
     if kind == "qwen":
         model = QwenImageTransformer2DModel(
             num_layers=1, num_attention_heads=2, attention_head_dim=16, joint_attention_dim=24, axes_dims_rope=(4, 6, 6)
         )
-    made: list[bool] = []
+    met: list[bool] = []
 
-    class Noted(plan.CudaGraphs):
-        def install(self, model: nn.Module) -> None:
-            made.append(self.patient)
+    def noting(_name: str, model: Any, setting: Any, **_: object) -> list[Technique]:
+        model.forward = lambda _: met.append(setting.sizes.rehearsed)
+        return []
 
-    monkeypatch.setattr(attention, "present", lambda _: ("native",))
-    monkeypatch.setattr(plan, "_kernels", lambda *_, **__: [])
-    monkeypatch.setattr(plan, "_fusible", lambda *_: False)
-    monkeypatch.setattr(plan, "CudaGraphs", Noted)
-    accelerate(
-        {"transformer": model},
-        device=torch.device("cuda"),
-        dtype=torch.bfloat16,
-        profile="lossless",
-        declared=declared,
-    )
-    assert made == [patient]
+    monkeypatch.setattr(plan, "_kernels", noting)
+    accelerate({"transformer": model}, device=CPU, dtype=torch.float32, profile="lossless")
+    with rehearsing():
+        model(torch.ones(1))
+    for size in (2, 1):
+        model(torch.ones(size))
+    assert met == [own, False, own]
 
 
 ORDER = ("compile", "text keys", "step cache", "graphs", "masks", "batching")
@@ -262,14 +256,14 @@ def test_fast_decode_equals_the_stock_one_up_to_rounding(
 ) -> None:
     latents = torch.randn(1, 4, frames, 4, 6, generator=torch.Generator().manual_seed(2))
     stock = vae.decode(latents, return_dict=False)[0]
-    fast = WanVaeDecoder(vae, chunk=chunk, overflow=None, align=align).decode(latents)
+    fast = WanVaeDecoder(vae, chunk=chunk, align=align).decode(latents)
     assert fast.shape == stock.shape == (1, 3, 4 * frames - 3, 32, 48)
     assert (fast - stock).abs().max() < 2e-5
 
 
 def test_frames_come_out_as_they_are_done(vae: AutoencoderKLWan) -> None:
     latents = torch.randn(1, 4, 6, 4, 4, generator=torch.Generator().manual_seed(2))
-    decoder = WanVaeDecoder(vae, chunk=2, overflow=None)
+    decoder = WanVaeDecoder(vae, chunk=2)
     assert [part.shape[2] for part in decoder.chunks(latents)] == [1, 8, 8, 4]
 
 
@@ -284,7 +278,7 @@ def test_an_installed_decoder_is_what_decode_uses_for_every_item(vae: Autoencode
             calls.append(latents.shape[0])
             return super().decode(latents)
 
-    install(vae, Counting(vae, overflow=None))
+    install(vae, Counting(vae))
     assert (vae.decode(latents).sample - stock).abs().max() < 2e-5
     assert calls == [1, 1]
 
@@ -303,7 +297,7 @@ def test_the_fast_decoder_goes_with_slicing_and_not_with_tiling(
 
 def test_slices_are_decoded_by_the_installed_decoder(vae: AutoencoderKLWan) -> None:
     latents = torch.randn(2, 4, 2, 4, 4, generator=torch.Generator().manual_seed(3))
-    install(vae, WanVaeDecoder(vae, overflow=None))
+    install(vae, WanVaeDecoder(vae))
     whole = vae.decode(latents).sample
     vae.use_slicing = True
     assert torch.equal(vae.decode(latents).sample, whole)

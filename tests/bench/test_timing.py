@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from tests.accel.test_cuda_graphs import Machine
 from triptych.accel import cuda_graphs
 from triptych.accel.cuda_graphs import CudaGraphs
+from triptych.accel.sizes import Sizes
 from triptych.bench.timing import Times, measure
 
 
@@ -65,7 +66,7 @@ class Model(nn.Module):
 
 def measured(model: Model, repeats: int) -> Times:
     """As of a profile that may record its forwards."""
-    CudaGraphs(patient=True).install(model)
+    CudaGraphs(sizes=Sizes()).install(model)
     model(torch.ones(1))
     return measure(lambda: model(torch.ones(1)), repeats, settles=True)
 

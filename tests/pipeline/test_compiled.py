@@ -12,7 +12,6 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from torch import nn
 
 from triptych.accel import plan
 from triptych.accel.tally import Tally
@@ -34,12 +33,12 @@ TEXTS = ("a cat", "zebras in the rain", "zebras " * 9, "zebras " * 20)
 @pytest.fixture(autouse=True)
 def front_end_alone(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     torch.compiler.reset()
-    really = nn.Module.compile
+    really = torch.compile
 
-    def eagerly(block: nn.Module, *, options: dict[str, Any], **more: Any) -> None:
-        really(block, backend="eager", **more)
+    def eagerly(plain: Any, *, options: dict[str, Any] | None = None, **more: Any) -> Any:
+        return really(plain, backend="eager", **more)
 
-    monkeypatch.setattr(nn.Module, "compile", eagerly)
+    monkeypatch.setattr(torch, "compile", eagerly)
     monkeypatch.setattr(plan, "_has_triton", lambda device: True)
     monkeypatch.setattr(plan, "_fusible", lambda device, dtype: False)
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))

@@ -35,7 +35,7 @@ def trio() -> Trio:
     pipeline = load_pipeline(ModelConfig(path="tiny", device="cpu"), ROLES, "cpu")
     assert isinstance(pipeline, ModularRolePipeline)
     vae = pipeline.component(Role.DECODER, "vae")
-    install(vae, WanVaeDecoder(vae, chunk=2, overflow=None))
+    install(vae, WanVaeDecoder(vae, chunk=2))
     return Trio.of(dict.fromkeys(ROLES, pipeline))
 
 

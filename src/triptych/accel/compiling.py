@@ -1,9 +1,9 @@
 """Compiled graphs: where they are kept between lives of a process, how many there may be, and how one is noticed.
 
-A server compiles at start-up (`--warmup`) and never again as long as requests have a declared shape. When one has not,
-the step that compiles takes minutes, so that must be seen: every compilation is counted in the `Tally`. Each shape has
-a graph of its own, up to a limit; a shape past it is computed as it would be without compiling, which is seen too, and
-so is what the compiler fails at.
+A server compiles at start-up (`--warmup`) a graph for each size that is declared, and one for all others when the
+first of these comes. The step that compiles takes minutes, so that must be seen: every compilation is counted in the
+`Tally`. There is a limit to the graphs; a size past it is computed as it would be without compiling, which is seen too,
+and so is what the compiler fails at.
 """
 
 # torch has no public way to hear of compilations.
@@ -15,14 +15,14 @@ import logging
 import os
 import stat
 import time
+import types
 from collections.abc import Callable, Hashable
 from pathlib import Path
 from typing import Any, Final
 
 import torch
-from torch import Tensor, nn
-from torch.utils import _pytree as pytree
 
+from triptych.accel.sizes import Sizes, shapes_of
 from triptych.accel.tally import Tally
 from triptych.accel.unused import forget_unused
 from triptych.errors import ConfigError
@@ -101,8 +101,26 @@ class Overflow:
         self._failed = False
 
     def compiled(self, plain: Callable[..., Any], **options: Any) -> Callable[..., Any]:
-        """``plain`` compiled, one whole graph for each kind of call; `options` are those of `torch.compile`."""
-        return self.guarded(torch.compile(plain, fullgraph=True, **options), plain)
+        """``plain`` compiled, one whole graph for each kind of call; `options` are those of `torch.compile`.
+
+        Its graphs are its own, whatever else is compiled of the same function.
+        """
+        return self.guarded(torch.compile(_copy(plain), fullgraph=True, **options), plain)
+
+    def compiled_for(
+        self, plain: Callable[..., Any], sizes: Sizes, *, others: bool = True, tuned: bool = False
+    ) -> Callable[..., Any]:
+        """``plain`` compiled: a graph for each of the ``sizes`` that were rehearsed, with pointwise kernels ``tuned``
+        one by one or not, and none for ``others``, or one for all of them. Where nothing was rehearsed, the first
+        size of those has one too, for it is not known yet what changes with the size."""
+        own = self.compiled(plain, dynamic=False, options={"coordinate_descent_tuning": tuned})
+        # To have it made for a change of whatever is a size takes three times as long.
+        free = self.compiled(plain, dynamic=None) if others else plain
+
+        def run(*args: Any, **kwargs: Any) -> Any:
+            return (own if sizes.rehearsed else free)(*args, **kwargs)
+
+        return run
 
     def guarded(self, graph: Callable[..., Any], plain: Callable[..., Any]) -> Callable[..., Any]:
         """``graph``, which is ``plain`` compiled as a whole, or ``plain`` itself where there are too many graphs or the
@@ -115,23 +133,17 @@ class Overflow:
         )
 
         def run(*args: Any, **kwargs: Any) -> Any:
-            if not self._shapes or _shapes(args, kwargs) not in self._shapes:
+            if not self._shapes or shapes_of(args, kwargs) not in self._shapes:
                 try:
                     return graph(*args, **kwargs)
                 except FailOnRecompileLimitHit:
-                    self._note(_shapes(args, kwargs))
+                    self._note(shapes_of(args, kwargs))
                 except (BackendCompilerFailed, InternalTorchDynamoError, Unsupported) as error:
-                    self._fail(_shapes(args, kwargs), error)
+                    self._fail(shapes_of(args, kwargs), error)
             self._tally.uncompiled += 1
             return plain(*args, **kwargs)
 
         return run
-
-    def guard_blocks(self, blocks: list[nn.Module]) -> None:
-        """Have blocks that were compiled with ``fullgraph`` computed as they are where a graph cannot be had."""
-        for block in blocks:
-            made: Any = block
-            made._compiled_call_impl = self.guarded(made._compiled_call_impl, made._call_impl)
 
     def _fail(self, shapes: Hashable, error: Exception) -> None:
         """The compiler failed: of what is missing on this machine, or at this shape."""
@@ -156,5 +168,10 @@ class Overflow:
         )
 
 
-def _shapes(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Hashable:
-    return tuple(tuple(leaf.shape) for leaf in pytree.tree_leaves((args, kwargs)) if isinstance(leaf, Tensor))
+def _copy(function: Any) -> Any:
+    """The same function with a code object of its own, which is what the compiler keeps graphs by: a call is computed
+    by the first one that fits."""
+    code, defaults, closure = function.__code__.replace(), function.__defaults__, function.__closure__
+    made = types.FunctionType(code, function.__globals__, function.__name__, defaults, closure)
+    made.__kwdefaults__ = function.__kwdefaults__
+    return made

@@ -3,7 +3,7 @@
 A forward is recorded once for each kind of call and then replayed as one launch. Whether that helps is measured on the
 first calls of a kind: a forward that the host has launched long before the GPU is done is left alone, and of the others
 those are replayed that a recording makes faster. Replaying runs the same kernels, so the bytes are the same. To record
-takes as long as about ten forwards, so where kinds come that may not come again, those are recorded that came often.
+takes as long as about ten forwards, so of kinds that may not come again those are recorded that came often.
 
 A forward that waits for the GPU cannot be recorded, and to try leaves torch in a state that others suffer from. So that
 is looked for before. Forwards in which GPUs exchange tensors are left alone (`launched_one_by_one`): each process
@@ -32,6 +32,7 @@ from triptych.accel.batching import Call, call_of
 from triptych.accel.recordable import is_alone, is_early
 from triptych.accel.remembered import forget, remembered
 from triptych.accel.shortage import drop_when_short
+from triptych.accel.sizes import Sizes
 
 log = logging.getLogger(__name__)
 
@@ -89,10 +90,12 @@ class _Kind:
 
 @dataclass(kw_only=True, slots=True, eq=False, weakref_slot=True)
 class CudaGraphs:
-    """Recordings of one model's forwards. Used from one thread, but for `drop`."""
+    """Recordings of one model's forwards. Used from one thread, but for `drop`.
 
-    patient: bool = False
-    """Whether kinds come that no warm-up has seen."""
+    Of ``sizes`` that were rehearsed more forwards are sure to come; others are waited for.
+    """
+
+    sizes: Sizes
     _kinds: OrderedDict[Hashable, _Kind] = field(default_factory=OrderedDict[Hashable, _Kind])
 
     def __post_init__(self) -> None:
@@ -151,7 +154,7 @@ class CudaGraphs:
             if kind.settled:
                 log.info(_LEFT_ALONE, took * 1e3, launched * 1e3)
             return result
-        if self.patient and not is_early() and kind.calls < _OFTEN:
+        if kind.calls < _OFTEN and not self.sizes.rehearsed and not is_early():
             return run()
         kind.settled = True
         kind.recording = _recorded(model, compute, call)

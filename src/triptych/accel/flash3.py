@@ -12,6 +12,7 @@ from typing import Any
 import torch
 
 from triptych.accel.compiling import Overflow, allow_many_graphs
+from triptych.accel.sizes import Sizes
 
 log = logging.getLogger(__name__)
 
@@ -81,18 +82,17 @@ def _(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float, causal: b
     return q.new_empty(*q.shape[:-1], v.shape[-1])
 
 
-def compile_quantising(overflow: Overflow, *, varying: bool) -> None:
-    """Have FP8 attention quantise by compiled graphs: one for each shape or, where lengths are ``varying``, one for the
-    first of them and one for all others. ``overflow`` takes what gets none.
-    """
+def compile_quantising(overflow: Overflow, sizes: Sizes) -> None:
+    """Have FP8 attention quantise by compiled graphs; see `Overflow.compiled_for`, of which ``overflow`` is one."""
     global _quantising
     allow_many_graphs()
-    _quantising = overflow.compiled(_quantise, dynamic=None if varying else False)
+    _quantising = overflow.compiled_for(_quantise, sizes)
 
 
 def _quantise(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """x [batch, tokens, heads, dim] as e4m3 and its descale factors, float32 [batch, heads]."""
-    peak = x.abs().amax(dim=(1, 3)).float().clamp_min(1e-6)
+    # In two passes, each of which has work for the whole GPU, also where a graph is made for any number of tokens.
+    peak = x.abs().amax(dim=3).amax(dim=1).float().clamp_min(1e-6)
     scaled = x.float() * (_FP8_MAX / peak)[:, None, :, None]
     return scaled.clamp(-_FP8_MAX, _FP8_MAX).to(_FP8), peak / _FP8_MAX
 

@@ -6,6 +6,7 @@ import importlib.util
 import logging
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +23,7 @@ from triptych.accel.gelu import fuse_gelu
 from triptych.accel.prompts import PromptCache
 from triptych.accel.prompts import install as install_prompts
 from triptych.accel.ragged import ALONE, EVEN, ragged_of
+from triptych.accel.sizes import Sizes
 from triptych.accel.step_cache import StepMemory
 from triptych.accel.tally import Tally
 from triptych.config import Profile
@@ -64,7 +66,7 @@ class _Setting:
     device: torch.device
     dtype: torch.dtype
     profile: Profile
-    declared: bool
+    sizes: Sizes
     tally: Tally
 
 
@@ -83,7 +85,6 @@ def accelerate(
     tally: Tally | None = None,
     cache_dir: Path | None = None,
     agree: Callable[[str], str] = str,
-    declared: bool = True,
 ) -> tuple[Technique, ...]:
     """Apply what ``profile`` allows and the machine has to the real (not weightless) models of a role, in place.
 
@@ -92,8 +93,7 @@ def accelerate(
     models that are so already. ``prompts`` are kept embeddings for text encoders; ``batcher`` joins forwards.
     ``step_cache`` is the threshold of step caching, 0 for none, and ``memory`` where whoever runs the steps gives it
     room. Measurements are kept in ``cache_dir``; ``agree`` turns what was measured to be best here into what all ranks
-    of an instance take. ``declared``: the sizes of requests are known before the first one comes, so that each may have
-    graphs of its own; where they are not, a request must not wait for the compiler whenever its size is new.
+    of an instance take. Sizes that are rehearsed afterwards (`triptych.accel.sizes`) get graphs of their own.
     Raises `ConfigError` when what is asked for by name cannot take effect.
 
     A denoiser's are put around each other in one order, whatever the model. Innermost is what computes: attention,
@@ -102,7 +102,7 @@ def accelerate(
     CUDA graphs, which record all of that, and so keep no text's keys; the masks, whose numbers no recording can see;
     and joining, so that a joined forward has all of it.
     """
-    setting = _Setting(device=device, dtype=dtype, profile=profile, declared=declared, tally=tally or Tally())
+    setting = _Setting(device=device, dtype=dtype, profile=profile, sizes=Sizes(), tally=tally or Tally())
     text_encoders = {name: model for name, model in modules.items() if _is_text_encoder(model)}
     done = _texts(modules, text_encoders, prompts, batcher)
     wish, backend = backend.partition(",")[0], attention.preferred(backend, device)
@@ -121,6 +121,8 @@ def accelerate(
             done.append(_step_cache(name, model, step_cache, memory, setting.tally))
         elif profile != "stock":
             done.append(_graphs(name, model, setting))
+        if profile != "stock" and type(model).__name__ not in _TEXT_OF_ANY_LENGTH:
+            setting.sizes.install(name, model)
         if profile != "stock" and _fusible(device, dtype) and type(model).__name__ == _QWEN:
             qwen_dit.leave_out_masks(model)
         if batcher is not None:
@@ -223,7 +225,7 @@ def _graphs(name: str, model: nn.Module, setting: _Setting) -> Technique:
         return Technique(name=f"{name}: CUDA graphs", on=False, why="needs CUDA")
     if ragged_of(model).lists:
         return Technique(name=f"{name}: CUDA graphs", on=False, why="its forwards take lists of tensors")
-    CudaGraphs(patient=_varies(model, setting)).install(model)
+    CudaGraphs(sizes=setting.sizes).install(model)
     return Technique(name=f"{name}: CUDA graphs", on=True, why="for shapes that are measured to gain", exact=True)
 
 
@@ -269,7 +271,7 @@ def _tried(name: str, model: nn.Module, setting: _Setting, backend: str, heads: 
     lacking = _lacking(device) if wish == _FP8_ATTENTION else ""
     if wish == _FP8_ATTENTION and not lacking:
         overflow = Overflow(f"{name}: FP8 attention", setting.tally)
-        flash3.compile_quantising(overflow, varying=_varies(model, setting))
+        flash3.compile_quantising(overflow, setting.sizes)
     if rather and lacking:
         return backend, f"; not {wish}: {lacking}"
     trouble = attention.trouble(wish, device, setting.dtype, heads, width)
@@ -282,23 +284,17 @@ def _tried(name: str, model: nn.Module, setting: _Setting, backend: str, heads: 
 
 def _fuse_and_compile(name: str, model: nn.Module, setting: _Setting, *, plain: bool) -> list[Technique]:
     """``plain``: none of its layers is quantised."""
-    device, declared = setting.device, setting.declared
+    device = setting.device
     if not _has_triton(device):
         return [Technique(name=f"{name}: compile", on=False, why=_lacking(device))]
     done: list[Technique] = []
     if _fusible(device, setting.dtype):
         changed = _fuse(model) + fuse_gelu(model) + fuse_fp8(model)
         done.append(Technique(name=f"{name}: fused kernels", on=changed > 0, why=f"{changed} modules"))
-    varying = _varies(model, setting)
-    compile_blocks(model, tuned=plain and not varying, varying=varying, overflow=Overflow(name, setting.tally))
-    graphs = "one graph per shape" if declared else "two graphs for all sizes, for --warmup names none"
-    why = f"{len(quant.blocks(model))} blocks, {graphs}"
+    compile_blocks(model, setting.sizes, tuned=plain, overflow=Overflow(name, setting.tally))
+    own = "" if type(model).__name__ in _TEXT_OF_ANY_LENGTH else "one graph for each size of the warm-up and "
+    why = f"{len(quant.blocks(model))} blocks, {own}one for all {'others' if own else 'sizes'}"
     return [*done, Technique(name=f"{name}: compile", on=True, why=why)]
-
-
-def _varies(model: nn.Module, setting: _Setting) -> bool:
-    """Whether lengths come that no warm-up has seen."""
-    return not setting.declared or type(model).__name__ in _TEXT_OF_ANY_LENGTH
 
 
 def _has_triton(device: torch.device) -> bool:
@@ -331,34 +327,36 @@ def _fuse(model: nn.Module) -> int:
             return 0
 
 
-def compile_blocks(model: nn.Module, *, tuned: bool, varying: bool, overflow: Overflow) -> None:
-    """Compile a denoiser's blocks, one static graph per shape; when shapes are ``varying``, one graph for all of them
-    as soon as a second one is met.
+def compile_blocks(model: nn.Module, sizes: Sizes, *, tuned: bool, overflow: Overflow) -> None:
+    """Compile a denoiser's blocks; see `Overflow.compiled_for`.
 
-    ``tuned``: with pointwise kernels tuned one by one. Quantised layers bring so many of those, and graphs for several
-    lengths so many times as much, that tuning takes minutes, for less than a hundredth of the time. ``overflow`` takes
-    the shapes that may have no graph any more.
+    Quantised layers bring so many pointwise kernels that to have them ``tuned`` takes minutes, for less than a
+    hundredth of the time. ``overflow`` takes the shapes that may have no graph any more.
     """
     from triptych.accel.row_reductions import keep_rows_in_registers  # the compiler, which takes long to import
 
     allow_many_graphs()
     keep_rows_in_registers()
-    blocks = quant.blocks(model)
-    for block in blocks:
-        block.compile(fullgraph=True, dynamic=None if varying else False, options={"coordinate_descent_tuning": tuned})
-    overflow.guard_blocks(blocks)
+    compiled = overflow.compiled_for(_called, sizes, tuned=tuned)
+    for block in quant.blocks(model):
+        made: Any = block
+        made._compiled_call_impl = partial(compiled, block)
+
+
+def _called(block: Any, *args: Any, **kwargs: Any) -> Any:
+    """A block's call with its hooks, not compiled."""
+    return block._call_impl(*args, **kwargs)
 
 
 def _vae(name: str, model: Any, setting: _Setting) -> Technique:
-    device, declared = setting.device, setting.declared
+    device = setting.device
     if device.type != "cuda" or setting.dtype != torch.bfloat16:
         return Technique(name=f"{name}: fast decode", on=False, why="needs CUDA and bfloat16")
     if model.use_tiling:  # slicing is what it does anyway
         return Technique(name=f"{name}: fast decode", on=False, why="tiling was asked for")
     allow_many_graphs()
-    # It has about twenty graphs for each size, and no others: its paddings and caches are cut to the size.
-    overflow = Overflow(name, setting.tally) if declared and _has_triton(device) else None
-    decoder = wan_vae.WanVaeDecoder(model, overflow=overflow, align=64)
+    overflow = Overflow(name, setting.tally) if _has_triton(device) else None
+    decoder = wan_vae.WanVaeDecoder(model, sizes=setting.sizes, overflow=overflow, align=64)
     wan_vae.install(model, decoder)
-    graphs = "" if declared else ", not compiled, for --warmup names no sizes"
-    return Technique(name=f"{name}: fast decode", on=True, why=f"chunks of {decoder.chunk} latent frames{graphs}")
+    graphs = "compiled for sizes that were warmed up"
+    return Technique(name=f"{name}: fast decode", on=True, why=f"chunks of {decoder.chunk} latent frames, {graphs}")

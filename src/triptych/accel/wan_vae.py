@@ -20,6 +20,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from triptych.accel.compiling import Overflow
+from triptych.accel.sizes import Sizes
 
 _KEEP = 2
 """Input frames that a causal convolution with a kernel of three needs from the past."""
@@ -178,19 +179,30 @@ def _pad_channels(decoder: Any, align: int) -> None:
 class WanVaeDecoder:
     """Decodes one video; keeps the past of every causal convolution between chunks.
 
-    With ``overflow`` blocks are compiled, once for each kind and shape; it takes the shapes that may have no graph any
-    more. ``align`` pads channel counts with zeros to a multiple: cuDNN's fast convolutions want multiples of 64, and
-    Wan's widest layers have 96.
+    With ``overflow`` blocks are compiled for those ``sizes`` of latents that were rehearsed: there are about twenty
+    graphs for each, since paddings and pasts are cut to the size, and none that serve all. ``align`` pads channel
+    counts with zeros to a multiple: cuDNN's fast convolutions want multiples of 64, and Wan's widest layers have 96.
     """
 
-    def __init__(self, vae: WanVae, *, overflow: Overflow | None, chunk: int = 4, align: int = 1) -> None:
+    def __init__(
+        self,
+        vae: WanVae,
+        *,
+        overflow: Overflow | None = None,
+        sizes: Sizes | None = None,
+        chunk: int = 4,
+        align: int = 1,
+    ) -> None:
         self.vae = vae
+        self._sizes = sizes = sizes or Sizes()
         self.chunk = chunk
         self.listener: Callable[[Tensor, int], None] | None = None
         """Is given frames as they are done, [1, 3, frames, height, width] in -1..1, and how many there will be."""
         self.sharing: Sharing | None = None
         """What divides the pictures between several processes."""
-        wrap: Callable[[Any], Any] = (lambda f: f) if overflow is None else partial(overflow.compiled, dynamic=False)
+        wrap: Callable[[Any], Any] = (
+            (lambda f: f) if overflow is None else partial(overflow.compiled_for, sizes=sizes, others=False)
+        )
         self._residual = wrap(_residual)
         self._causal = wrap(_causal)
         self._double_time = wrap(_double_time)
@@ -215,9 +227,11 @@ class WanVaeDecoder:
         past: dict[object, Tensor] = {}
         x = cast(Tensor, self.vae.post_quant_conv(latents)).contiguous(memory_format=torch.channels_last_3d)
         strip = None if self.sharing is None else self.sharing.strip(latents)
-        yield self._decode(x[:, :, :1], past, strip, first=True)
-        for start in range(1, x.shape[2], self.chunk):
-            yield self._decode(x[:, :, start : start + self.chunk], past, strip, first=False)
+        size = tuple(latents.shape)
+        for start, end in [(0, 1), *((n, n + self.chunk) for n in range(1, x.shape[2], self.chunk))]:
+            with self._sizes.of("decode", size):
+                frames = self._decode(x[:, :, start:end], past, strip, first=start == 0)
+            yield frames
 
     def decode(self, latents: Tensor) -> Tensor:
         """The whole video [batch, 3, 4 * (latent frames - 1) + 1, height, width] in -1..1."""

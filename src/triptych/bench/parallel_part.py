@@ -22,7 +22,8 @@ import numpy as np
 import torch
 from safetensors.torch import save_file
 
-from triptych.config import DeviceType, InstanceConfig, ModelConfig, Profile, Shape, TransferConfig
+from triptych.accel.sizes import rehearsing
+from triptych.config import DeviceType, InstanceConfig, ModelConfig, Profile, TransferConfig
 from triptych.errors import ConfigError, TriptychError
 from triptych.ids import Role
 from triptych.parallelism import Parallelism
@@ -87,13 +88,12 @@ def say(line: Line) -> None:
 def measure(part: Part) -> Iterator[Measured]:
     """Load, and measure a denoiser's request with guidance and one without, or a decoder's."""
     torch.set_grad_enabled(False)
-    # Declared, so that it has graphs of its own; what is measured first compiles them.
-    shape = Shape(width=part.width, height=part.height, frames=part.frames)
-    model = ModelConfig(path=part.model, device=part.device, profile=part.profile, warmup=(shape,))
+    model = ModelConfig(path=part.model, device=part.device, profile=part.profile)
     if part.gpus == 1:
         device = "cuda:0" if part.device == "cuda" else "cpu"
         own, _ = load_cold(model, (part.role,), device)
-        yield from _requests(own, own, part)
+        with rehearsing():  # which compiles what that size has of its own
+            yield from _requests(own, own, part)
         return
     config = InstanceConfig(
         roles=(part.role,),
@@ -108,7 +108,8 @@ def measure(part: Part) -> Iterator[Measured]:
     try:
         own, _ = load_cold(model, config.roles, config.torch_device, team=leader.join())
         leader.await_ready()
-        yield from _requests(LockstepPipeline(own, leader, (part.role,)), own, part)
+        with rehearsing():
+            yield from _requests(LockstepPipeline(own, leader, (part.role,)), own, part)
     finally:
         leader.close()
 

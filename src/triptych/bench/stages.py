@@ -14,7 +14,7 @@ from __future__ import annotations
 import argparse
 import sys
 from collections.abc import Generator, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any, Final, Protocol
 
@@ -25,6 +25,7 @@ from rich.table import Table
 from triptych.accel.compiling import allow_many_graphs, default_folder, keep_graphs_in
 from triptych.accel.plan import accelerate
 from triptych.accel.prompts import PromptCache, install
+from triptych.accel.sizes import rehearsing
 from triptych.accel.tally import Tally
 from triptych.bench import synth
 from triptych.bench.timing import Times, first_call, measure
@@ -72,22 +73,25 @@ def run(
     stages: Sequence[str] = STAGES,
     *,
     errors: bool = True,
+    undeclared: bool = False,
 ) -> Iterator[Row]:
     """Measure the ``stages`` of the named size; rows come as they are measured. Needs a CUDA GPU.
 
-    Without ``errors`` nothing is computed in float32 to compare with.
+    Without ``errors`` nothing is computed in float32 to compare with. ``undeclared``: as by a server whose warm-up did
+    not have that shape.
     """
     if not torch.cuda.is_available():
         raise ConfigError("bench stages needs a CUDA GPU: the real sizes do not fit a CPU's patience")
     torch.set_grad_enabled(False)
     keep_graphs_in(default_folder())
     allow_many_graphs()
-    if "text" in stages:
-        yield from _text_encoder(name, repeats)
-    if "denoiser" in stages:
-        yield from _denoiser(name, shape, profiles, repeats, errors=errors)
-    if "decoder" in stages:
-        yield from _decoder(name, shape, profiles, repeats, errors=errors)
+    with nullcontext() if undeclared else rehearsing():
+        if "text" in stages:
+            yield from _text_encoder(name, repeats)
+        if "denoiser" in stages:
+            yield from _denoiser(name, shape, profiles, repeats, errors=errors)
+        if "decoder" in stages:
+            yield from _decoder(name, shape, profiles, repeats, errors=errors)
 
 
 def _text_encoder(name: str, repeats: int) -> Iterator[Row]:
@@ -292,13 +296,17 @@ def main(argv: Sequence[str]) -> int:
         action="store_true",
         help="leave out the comparison with float32, which takes longer than the rest",
     )
+    parser.add_argument(
+        "--undeclared", action="store_true", help="as served where --warmup does not name the shape (default: it does)"
+    )
     args = parser.parse_args(argv)
     stages = args.stages.split(",")
     if unknown := set(stages).difference(STAGES):
         raise ConfigError(f"--stages {args.stages!r}: {', '.join(sorted(unknown))} is none of {', '.join(STAGES)}")
     rows: list[Row] = []
     shape, profiles = parse_shape("--shape", args.shape), profiles_named(args.profiles)
-    for row in run(args.size, shape, profiles, args.repeats, stages, errors=not args.no_error):
+    options = {"errors": not args.no_error, "undeclared": args.undeclared}
+    for row in run(args.size, shape, profiles, args.repeats, stages, **options):
         rows.append(row)
         error = "" if row.error is None else f", relative error {row.error:.2e}"
         print(

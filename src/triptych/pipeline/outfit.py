@@ -70,7 +70,6 @@ def outfit(
         tally=tally,
         cache_dir=model.cache_dir or default_folder(),
         agree=agree,
-        declared=bool(model.warmup),
     )
     for module in modules.values():
         forgetful.install(module)

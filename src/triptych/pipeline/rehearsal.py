@@ -28,6 +28,7 @@ from torch._subclasses.fake_tensor import (
     FakeTensorMode,
 )
 
+from triptych.accel.sizes import rehearsing
 from triptych.accel.tally import Tally
 from triptych.config import Shape
 from triptych.errors import BadRequest, ConfigError, StageError
@@ -76,16 +77,8 @@ def rehearse(
     for shape in shapes:
         compilations, begun = tally.compilations, time.perf_counter()
         try:
-            for pictures in _with_and_without(own.schema):
-                params = _params(own.schema, shape, _STEPS_OF_TWO if denoisers > 1 else _STEPS) | pictures
-                for rest in _texts(own, before, shape, params, ranks):
-                    rest.run(own, before)
-                if unguided and (off := _guidance_off(own.schema)):
-                    params = _params(own.schema, shape, _UNGUIDED_STEPS) | off | pictures
-                    for rest in _texts(own, before, shape, params, unguided):
-                        rest.run(own, before)
-                        if unguided == 1:
-                            break
+            with rehearsing():
+                _rehearse(own, before, shape, _STEPS_OF_TWO if denoisers > 1 else _STEPS, ranks, unguided)
         except (BadRequest, StageError) as error:
             raise ConfigError(f"warmup={shape}: {error.message}") from error
         log.info(
@@ -94,6 +87,21 @@ def rehearse(
             time.perf_counter() - begun,
             tally.compilations - compilations,
         )
+
+
+def _rehearse(
+    own: RolePipeline, before: RolePipeline | None, shape: Shape, steps: int, ranks: int, unguided: int | None
+) -> None:
+    for pictures in _with_and_without(own.schema):
+        params = _params(own.schema, shape, steps) | pictures
+        for rest in _texts(own, before, shape, params, ranks):
+            rest.run(own, before)
+        if unguided and (off := _guidance_off(own.schema)):
+            params = _params(own.schema, shape, _UNGUIDED_STEPS) | off | pictures
+            for rest in _texts(own, before, shape, params, unguided):
+                rest.run(own, before)
+                if unguided == 1:
+                    break
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

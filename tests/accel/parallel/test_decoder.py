@@ -22,7 +22,7 @@ def vae() -> AutoencoderKLWan:
 
 
 def decoded(vae: AutoencoderKLWan, latents: Tensor, sharing: DecodeSharing | None) -> Tensor:
-    decoder = WanVaeDecoder(vae, overflow=None)
+    decoder = WanVaeDecoder(vae)
     decoder.sharing = sharing
     with torch.no_grad():
         return decoder.decode(latents)

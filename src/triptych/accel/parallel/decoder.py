@@ -117,7 +117,7 @@ def share_decoder(team: Team, vae: Any) -> None:
 
     decoder = installed(vae)
     if decoder is None:
-        decoder = WanVaeDecoder(vae, overflow=None)
+        decoder = WanVaeDecoder(vae)
         install(vae, decoder)
     decoder.sharing = DecodeSharing(vae.decoder, team.rank, team.size, gather)
 

@@ -13,6 +13,7 @@ import signal
 import sys
 import threading
 from collections.abc import Mapping
+from contextlib import AbstractContextManager, nullcontext
 from multiprocessing.connection import Connection
 from pathlib import Path
 from queue import SimpleQueue
@@ -20,6 +21,7 @@ from queue import SimpleQueue
 import torch
 
 from triptych.accel.parallel.team import Team
+from triptych.accel.sizes import rehearsing
 from triptych.accel.tally import Tally
 from triptych.config.logs import configure_logging
 from triptych.errors import Blame, TriptychError
@@ -105,6 +107,7 @@ class _Follower:
         pipeline, _ = load_cold(join.model, join.roles, join.device, self._tally, self._team)
         self._pipeline: RolePipeline = pipeline
         self._runs: dict[int, StageRun] = {}
+        self._rehearses = False
         self._answer(Ready(compiled=self._compiled()))
 
     def _meet(self, said: Mapping[str, str]) -> None:
@@ -133,19 +136,27 @@ class _Follower:
         match order:
             case Begin():
                 inputs = [(sent.tree, self._received(sent)) for sent in order.inputs]
-                self._runs[order.run] = self._pipeline.start(order.role, order.params, inputs, order.images)
+                self._rehearses = order.rehearses
+                with self._settings():
+                    self._runs[order.run] = self._pipeline.start(order.role, order.params, inputs, order.images)
             case Resume():
                 run = self._runs[order.run]
                 tensors = self._received(order.saved)
                 assert isinstance(run, Resumable)
                 run.restore(order.saved.tree, tensors)
             case Advance():
-                if self._runs[order.run].advance() is not None:
+                with self._settings():
+                    ended = self._runs[order.run].advance() is not None
+                if ended:
                     del self._runs[order.run]
-                    return True
+                return ended
             case Join() | Meet() | Drop():
                 raise AssertionError(f"{order!r} now")
         return False
+
+    def _settings(self) -> AbstractContextManager[None]:
+        """What holds on rank 0, which rehearses before all else."""
+        return rehearsing() if self._rehearses else nullcontext()
 
     def _received(self, sent: Sent) -> list[torch.Tensor]:
         tensors = [torch.empty(t.shape, dtype=getattr(torch, t.dtype), device=self._device) for t in sent.tensors]

@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 
+from triptych.accel.sizes import is_rehearsing
 from triptych.accel.tally import Tally
 from triptych.config import InstanceConfig
 from triptych.errors import StageError
@@ -89,6 +90,7 @@ class LockstepPipeline:
             params=dict(params),
             inputs=tuple(sent(*one) for one in inputs),
             images=tuple(images),
+            rehearses=is_rehearsing(),
         )
         try:
             self._leader.tell(begin, [tensor for _, tensors in inputs for tensor in tensors])

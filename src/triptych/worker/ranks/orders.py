@@ -63,6 +63,8 @@ class Begin(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     params: dict[str, Any]
     inputs: tuple[Sent, ...]
     images: tuple[bytes, ...]
+    rehearses: bool = False
+    """Whether it is of a warm-up, whose sizes get graphs of their own on all ranks."""
 
 
 class Resume(msgspec.Struct, frozen=True, kw_only=True, tag=True):
