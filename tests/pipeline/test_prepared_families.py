@@ -13,7 +13,7 @@ from triptych.ids import ROLES, Role
 from triptych.pipeline.load import load_pipeline, quiet_libraries
 from triptych.pipeline.modular import ModularRolePipeline
 from triptych.pipeline.stage import Preparable, StageRun
-from triptych.worker.ahead import Made
+from triptych.worker.beside import Made
 
 from .cases import BUILD, CASES
 from .classic_harness import REQUESTS, TOLERATED

@@ -17,7 +17,7 @@ from triptych.errors import StageError
 from triptych.ids import ROLES, Role
 from triptych.pipeline.load import load_pipeline
 from triptych.pipeline.stage import Announcing, Preparable, Resumable, StageRun
-from triptych.worker.ahead import Made
+from triptych.worker.beside import Made
 
 from .harness import Inbox, Trio, finish, latents, post
 

@@ -2,28 +2,23 @@
 
 What a loop does before its first step, its timesteps, its latents, the inputs on the device, takes the host tens of
 milliseconds, in which a GPU would stand still between two requests. It is done while the GPU is busy with a step of the
-request before, on a stream of its own, which neither waits for that step nor delays it. What is made there is read by
-the steps later, on the stream of the computation: the allocator is told, and the first step waits for it on the GPU.
+request before, on a stream of its own. Where several GPUs compute together, the pipeline has each of them do so.
 """
 
 from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Generator
-from contextlib import contextmanager
+from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Any
 
 import torch
-from torch import Tensor
-from torch.utils import _pytree as pytree
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from triptych.errors import StageError
 from triptych.ids import Role
 from triptych.pipeline.stage import Preparable, Preparing, Resumable, RolePipeline, StageRun
 from triptych.transport.data.protocol import Payload
+from triptych.worker.beside import Beside
 from triptych.worker.jobs import ComputeJob
 
 log = logging.getLogger(__name__)
@@ -51,11 +46,9 @@ class Ahead:
     """At most one stage that was prepared. Used from the compute thread only."""
 
     def __init__(self, device: torch.device) -> None:
-        self._device = device
+        self._beside = Beside(device)
         self._job: ComputeJob | None = None
         self._begun: Begun | None = None
-        self._stream: torch.cuda.Stream | None = None
-        self._done: torch.cuda.Event | None = None
 
     def prepare(self, pipeline: RolePipeline, job: ComputeJob) -> None:
         """Bring the stage of ``job`` up to its first step, if it is one that can be; once."""
@@ -65,7 +58,7 @@ class Ahead:
         if not isinstance(pipeline, Preparing) or not pipeline.prepares:
             return
         self._job = job
-        with self._beside(job):
+        with self._beside.entered(tensors(job)):
             try:
                 self._begun = _prepared(begin(pipeline, job))
             except Exception as error:  # it will begin anew in its turn, and fail then if it must
@@ -76,8 +69,8 @@ class Ahead:
         if self._job is not job:
             return None
         begun, self._begun, self._job = self._begun, None, None
-        if begun is not None and self._done is not None:
-            torch.cuda.current_stream(self._device).wait_event(self._done)
+        if begun is not None:
+            self._beside.join()
         return begun
 
     def drop(self, job: ComputeJob | None = None) -> None:
@@ -88,46 +81,11 @@ class Ahead:
             self._begun.run.cancel()
         self._begun = self._job = None
 
-    @contextmanager
-    def _beside(self, job: ComputeJob) -> Generator[None]:
-        """What runs within is put on the stream of its own; on a CPU nothing is."""
-        if self._device.type != "cuda":
-            yield
-            return
-        if self._stream is None:
-            self._stream, self._done = torch.cuda.Stream(self._device), torch.cuda.Event()
-        assert self._done is not None
-        computing = torch.cuda.current_stream(self._device)
-        own(job, self._stream)
-        made = Made("cuda")
-        with torch.cuda.stream(self._stream), made:
-            yield
-        for tensor in made.tensors:
-            tensor.record_stream(computing)
-        self._done.record(self._stream)
 
-
-def own(job: ComputeJob, stream: torch.cuda.Stream) -> None:
-    """Tell the allocator that a stream reads the inputs of a job, which another stream brought."""
+def tensors(job: ComputeJob) -> Iterator[torch.Tensor]:
+    """All that a job has been given to read."""
     payloads = job.inputs if job.resume is None else (*job.inputs, job.resume)
-    for tensor in (t for p in payloads for t in p.tensors if t.is_cuda):
-        tensor.record_stream(stream)
-
-
-class Made(TorchDispatchMode):
-    """Holds all that is made on one kind of device, with what is gone again: its memory could be given to another."""
-
-    def __init__(self, device: str) -> None:
-        super().__init__()
-        self.tensors: list[Tensor] = []
-        self._device = device
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        result = func(*args, **(kwargs or {}))
-        self.tensors += [
-            leaf for leaf in pytree.tree_leaves(result) if isinstance(leaf, Tensor) and leaf.device.type == self._device
-        ]
-        return result
+    return (tensor for payload in payloads for tensor in payload.tensors)
 
 
 def _prepared(begun: Begun) -> Begun:

@@ -28,7 +28,8 @@ from triptych.pipeline.stage import (
     Streaming,
     Together,
 )
-from triptych.worker.ahead import Ahead, begin, own
+from triptych.worker.ahead import Ahead, begin, tensors
+from triptych.worker.beside import own
 from triptych.worker.failure import failed, given_up, stopped
 from triptych.worker.jobs import (
     CheckpointJob,
@@ -117,6 +118,8 @@ class ComputeThread(WorkerThread[ComputeJob]):
             self._drop_cancelled()
             self._running = deque(running for running in self._running if not self._stops(running))
             while self._waiting and len(self._running) < self._max_running:
+                if busy:
+                    self._ahead.prepare(pipeline, self._waiting[0])
                 self._begin(pipeline, self._waiting.popleft())
             if busy and self._waiting:
                 self._ahead.prepare(pipeline, self._waiting[0])
@@ -153,7 +156,7 @@ class ComputeThread(WorkerThread[ComputeJob]):
         self._post(ComputeStarted(lease=lease))
         try:
             if self._device.type == "cuda":
-                own(job, torch.cuda.current_stream(self._device))
+                own(tensors(job), torch.cuda.current_stream(self._device))
             begun = self._ahead.take(job) or begin(pipeline, job)
         except Exception as error:
             self._refuse(job.ticket, error)
