@@ -16,7 +16,7 @@ from triptych.config import DeviceType, ModelConfig, Profile
 from triptych.ids import ROLES, Epoch, InstanceId, RequestId, Role
 from triptych.pipeline.load import load_pipeline
 from triptych.pipeline.modular import ModularRolePipeline
-from triptych.pipeline.stage import Resumable
+from triptych.pipeline.stage import Resumable, RolePipeline
 from triptych.transport.data.protocol import Payload
 from triptych.wire.messages import Lease
 from triptych.worker.compute import ComputeThread
@@ -28,7 +28,7 @@ NO_GPU = pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU")
 GPU = pytest.param("cuda:0", marks=[pytest.mark.gpu, NO_GPU])
 
 
-def payloads(pipeline: ModularRolePipeline, params: dict[str, Any]) -> tuple[Payload, ...]:
+def payloads(pipeline: RolePipeline, params: dict[str, Any]) -> tuple[Payload, ...]:
     outputs = finish(pipeline.start(Role.ENCODER, params, [], [])).outputs
     return tuple(
         Payload(tree=output.tree, tensors=tuple(tensor.cpu() for tensor in output.tensors))
@@ -37,12 +37,12 @@ def payloads(pipeline: ModularRolePipeline, params: dict[str, Any]) -> tuple[Pay
     )
 
 
-def denoised(pipeline: ModularRolePipeline, params: dict[str, Any], inputs: tuple[Payload, ...]) -> list[torch.Tensor]:
+def denoised(pipeline: RolePipeline, params: dict[str, Any], inputs: tuple[Payload, ...]) -> list[torch.Tensor]:
     run = pipeline.start(Role.DENOISER, params, [(p.tree, p.tensors) for p in inputs], [])
     return [tensor.cpu() for output in finish(run).outputs for tensor in output.tensors]
 
 
-def halfway(pipeline: ModularRolePipeline, params: dict[str, Any], inputs: tuple[Payload, ...], steps: int) -> Payload:
+def halfway(pipeline: RolePipeline, params: dict[str, Any], inputs: tuple[Payload, ...], steps: int) -> Payload:
     """A checkpoint after so many steps."""
     run = pipeline.start(Role.DENOISER, params, [(p.tree, p.tensors) for p in inputs], [])
     assert isinstance(run, Resumable)

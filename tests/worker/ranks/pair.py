@@ -15,7 +15,7 @@ from tests.e2e.nursery import forking
 from tests.pipeline.harness import Inbox, finish, latents, post
 from triptych.accel.cuda_graphs import is_alone
 from triptych.accel.tally import Tally
-from triptych.config import InstanceConfig, Lora, ModelConfig, Shape, TransferConfig
+from triptych.config import DeviceType, InstanceConfig, Lora, ModelConfig, Shape, TransferConfig
 from triptych.ids import ROLES, Role
 from triptych.parallelism import Parallelism
 from triptych.pipeline.load import load_cold, load_pipeline
@@ -39,13 +39,14 @@ class Ranks:
         roles: tuple[Role, ...] = ROLES,
         warmup: tuple[Shape, ...] = (),
         loras: tuple[Lora, ...] = (),
+        device: DeviceType = "cpu",
     ) -> None:
         config = InstanceConfig(
             roles=roles,
             server_addr="tcp://127.0.0.1:5555",
             work_port=1,
             transfer=TransferConfig(),
-            model=ModelConfig(path=path, device="cpu", warmup=warmup, loras=loras),
+            model=ModelConfig(path=path, device=device, warmup=warmup, loras=loras),
             gpu_ids=(0, 1),
             parallel=parallel,
         )
@@ -54,10 +55,10 @@ class Ranks:
         with forking():
             self.leader = Leader(config, "pair", self.posts.put, self.tally)
         try:
-            self.alone: Any = load_pipeline(replace(config.model, warmup=()), ROLES, "cpu")
+            self.alone: Any = load_pipeline(replace(config.model, warmup=()), ROLES, config.torch_device)
             self.team = self.leader.join()
             self.rank0: Any
-            self.rank0, self._warm_up = load_cold(config.model, roles, "cpu", self.tally, self.team)
+            self.rank0, self._warm_up = load_cold(config.model, roles, config.torch_device, self.tally, self.team)
             self.leader.await_ready()
         except BaseException:
             self.close()
@@ -99,8 +100,8 @@ class Ranks:
 class Pair(Ranks):
     """Two ranks with the embedded model, whose work is watched."""
 
-    def __init__(self, parallel: Parallelism, loras: tuple[Lora, ...] = ()) -> None:
-        super().__init__(parallel, warmup=(Shape(width=64, height=64, frames=5),), loras=loras)
+    def __init__(self, parallel: Parallelism, loras: tuple[Lora, ...] = (), device: DeviceType = "cpu") -> None:
+        super().__init__(parallel, warmup=(Shape(width=64, height=64, frames=5),), loras=loras, device=device)
         self.orders: list[Any] = []
         """All that the follower was told."""
         self._tell, self.leader.tell = self.leader.tell, self._noted

@@ -43,7 +43,7 @@ def test_a_follower_tells_once_what_it_has_compiled(monkeypatch: pytest.MonkeyPa
     line, tally = Line(), Tally(compilations=4)
     follower: Any = object.__new__(cast(Any, module)._Follower)
     follower._connection, follower._tally, follower._told = line, tally, Compiled(compilations=4)
-    follower._runs, follower._rehearses = {1: Run(tally)}, False
+    follower._runs, follower._new, follower._rehearses = {1: Run(tally)}, set(), False
     monkeypatch.setattr(follower, "_settle", lambda: None)
     for _ in range(3):
         follower.carry_out(Advance(run=1))

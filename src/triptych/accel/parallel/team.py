@@ -84,7 +84,8 @@ class Team:
         return init_device_mesh(self.device.type, (self.size,), mesh_dim_names=("ranks",))
 
     def broadcast(self, tensor: torch.Tensor) -> None:
-        """Rank 0's values of a tensor of this device, whatever its dtype, to all ranks, in place."""
+        """Rank 0's values of a tensor in host memory, whatever its dtype, to all ranks, in place. No GPU takes part, so
+        it waits for none and passes none of the exchanges that one is busy with."""
         if tensor.numel():
             dist.broadcast(tensor.reshape(-1).view(torch.uint8), src=0)
 
@@ -94,6 +95,5 @@ class Team:
         data = torch.zeros(64, dtype=torch.uint8)
         encoded = torch.frombuffer(bytearray(word.encode()), dtype=torch.uint8)
         data[: len(encoded)] = encoded
-        data = data.to(self.device)
         self.broadcast(data)
-        return bytes(data.cpu().tolist()).rstrip(b"\0").decode()
+        return bytes(data.tolist()).rstrip(b"\0").decode()

@@ -26,7 +26,8 @@ from triptych.accel.tally import Tally
 from triptych.config.logs import configure_logging
 from triptych.errors import Blame, TriptychError
 from triptych.pipeline.load import load_cold
-from triptych.pipeline.stage import Resumable, RolePipeline, StageRun
+from triptych.pipeline.stage import Preparable, Resumable, RolePipeline, StageRun
+from triptych.worker.beside import Beside
 from triptych.worker.lifecycle import exit_now
 from triptych.worker.ranks.orders import (
     Advance,
@@ -40,6 +41,7 @@ from triptych.worker.ranks.orders import (
     Join,
     Meet,
     Order,
+    Prepare,
     Ready,
     Resume,
     Sent,
@@ -108,6 +110,10 @@ class _Follower:
         self._pipeline: RolePipeline = pipeline
         self._runs: dict[int, StageRun] = {}
         self._rehearses = False
+        self._beside = Beside(self._device)
+        """What comes before a run's first step is done there, for another run may be in a step."""
+        self._new: set[int] = set()
+        """Runs that have not come to their first step."""
         self._answer(Ready(compiled=self._compiled()))
 
     def _meet(self, said: Mapping[str, str]) -> None:
@@ -119,6 +125,7 @@ class _Follower:
     def carry_out(self, order: Order) -> None:
         """Do what rank 0 does, and say how it went."""
         if isinstance(order, Drop):
+            self._new.discard(order.run)
             if (run := self._runs.pop(order.run, None)) is not None:
                 run.cancel()
             return
@@ -135,16 +142,27 @@ class _Follower:
     def _do(self, order: Order) -> bool:
         match order:
             case Begin():
-                inputs = [(sent.tree, self._received(sent)) for sent in order.inputs]
+                received = [self._received(sent) for sent in order.inputs]
                 self._rehearses = order.rehearses
-                with self._settings():
+                with self._beside.entered(), self._settings():
+                    inputs = [(sent.tree, self._placed(own)) for sent, own in zip(order.inputs, received, strict=True)]
                     self._runs[order.run] = self._pipeline.start(order.role, order.params, inputs, order.images)
+                self._new.add(order.run)
             case Resume():
+                received = self._received(order.saved)
                 run = self._runs[order.run]
-                tensors = self._received(order.saved)
                 assert isinstance(run, Resumable)
-                run.restore(order.saved.tree, tensors)
+                with self._beside.entered():
+                    run.restore(order.saved.tree, self._placed(received))
+            case Prepare():
+                run = self._runs[order.run]
+                assert isinstance(run, Preparable)
+                with self._beside.entered():
+                    run.prepare()
             case Advance():
+                if order.run in self._new:
+                    self._new.remove(order.run)
+                    self._beside.join()
                 with self._settings():
                     ended = self._runs[order.run].advance() is not None
                 if ended:
@@ -159,10 +177,14 @@ class _Follower:
         return rehearsing() if self._rehearses else nullcontext()
 
     def _received(self, sent: Sent) -> list[torch.Tensor]:
-        tensors = [torch.empty(t.shape, dtype=getattr(torch, t.dtype), device=self._device) for t in sent.tensors]
+        """The tensors that come after an order, in host memory."""
+        tensors = [torch.empty(t.shape, dtype=getattr(torch, t.dtype)) for t in sent.tensors]
         for tensor in tensors:
             self._team.broadcast(tensor)
         return tensors
+
+    def _placed(self, tensors: list[torch.Tensor]) -> list[torch.Tensor]:
+        return [tensor.to(self._device) for tensor in tensors]
 
     def _compiled(self) -> Compiled:
         """What was compiled since this was last asked."""

@@ -1,8 +1,9 @@
 """Rank 0's side: starts the followers, gives them orders, hears how these went and when one of them dies or freezes.
 
-A request's own failure is one that all ranks have in the same order: it fails that request and nothing else. Anything
-else leaves the ranks apart, some of them perhaps in a collective that nobody will complete. Then the instance is lost:
-its process ends, whoever supervises it starts it again, and its work is given out anew.
+A request's own failure is one that all ranks have in the same order: it fails that request and nothing else. So is one
+that some ranks have in an order by which nothing is exchanged: the run is dropped everywhere, so nothing is left of it.
+Anything else leaves the ranks apart, some of them perhaps in a collective that nobody will complete. Then the instance
+is lost: its process ends, whoever supervises it starts it again, and its work is given out anew.
 """
 
 from __future__ import annotations
@@ -34,6 +35,7 @@ from triptych.worker.ranks.orders import (
     Answer,
     Compiled,
     Done,
+    Drop,
     Failed,
     Here,
     Join,
@@ -77,7 +79,7 @@ class Leader:
         self._team: Team | None = None
         self._loaded = self._closing = False
         self._given = self._settled = 0
-        """Orders given, and those that are known to have gone the same everywhere."""
+        """Orders given that are answered, and how many of them are known to leave the ranks in the same place."""
         self.followers = [_Follower(rank) for rank in range(1, config.ranks)]
         for follower in self.followers:
             join = Join(
@@ -144,19 +146,21 @@ class Leader:
                 raise RanksApart(f"rank {follower.rank} answers {answer!r} where rank 0 waits for {kind.__name__}")
 
     def tell(self, order: Order, tensors: Sequence[torch.Tensor] = ()) -> None:
-        """Give every follower an order, and all ranks the tensors that belong to it.
+        """Give every follower an order, and all ranks the tensors that belong to it, which are complete.
 
-        What fails before anyone has heard of the order, for want of memory mostly, is the request's own failure. What
-        fails after that raises `RanksApart`: followers wait for tensors, and would take the next request's for them.
+        Tensors go through host memory, and are read on the current stream: one beside the computation's waits for no
+        step in flight. What fails before anyone has heard of the order, for want of memory mostly, is the request's own
+        failure. What fails after that raises `RanksApart`: followers wait for tensors, and would take the next
+        request's for them.
         """
         assert self._team is not None
         told = encode(order)
-        placed = [tensor.to(self._team.device).contiguous() for tensor in tensors]
-        self._given += 1
+        read = [tensor.cpu().contiguous() for tensor in tensors]
+        self._given += not isinstance(order, Drop)
         try:
             for follower in self.followers:
                 follower.tell(told)
-            for tensor in placed:
+            for tensor in read:
                 self._team.broadcast(tensor)
         except Exception as error:
             raise RanksApart(f"tensors were not handed to the other ranks: {error}") from error
@@ -167,7 +171,7 @@ class Leader:
         Raises `RanksApart` unless it went the same everywhere.
         """
         if own is not None:
-            self._expect_settled(f"rank 0 alone failed: {own}")
+            self._expect_settled(self._given, f"rank 0 alone failed: {own}")
             assert self._team is not None
             try:
                 if self._team.device.type == "cuda":
@@ -185,6 +189,23 @@ class Leader:
                 case answer:
                     raise RanksApart(f"rank {follower.rank} answers {answer!r} where rank 0 has {own or ended!r}")
         self._settled = self._given
+
+    def failures(self) -> str:
+        """Hear from every follower how the last order went, one by which ranks exchange nothing; what failed, or "".
+
+        Then the run is to be dropped, and the ranks are in the same place. Raises `RanksApart` without an answer.
+        """
+        failed: list[str] = []
+        for follower in self.followers:
+            match self._answer(follower, COLLECTIVE_SECONDS):
+                case Failed(reason=reason):
+                    failed.append(f"rank {follower.rank}: {reason}")
+                case Done(ended=False):
+                    pass
+                case answer:
+                    raise RanksApart(f"rank {follower.rank} answers {answer!r} where nothing was exchanged")
+        self._settled = self._given
+        return "; ".join(failed)
 
     def close(self) -> None:
         """End the followers, whatever they are at."""
@@ -217,19 +238,20 @@ class Leader:
 
     def _hear(self, follower: _Follower) -> None:
         """Pass a follower's answers on. In a thread of its own, for the compute thread may stand in a collective."""
+        answered = 0
         while (answer := follower.hear()) is not None:
+            answered += isinstance(answer, Done | Failed)
             if isinstance(answer, Failed):
                 reason = f"rank {follower.rank} failed: {answer.reason}"
                 if self._loaded:
-                    self._expect_settled(reason)
+                    self._expect_settled(answered, reason)
                 else:
                     self._lost(follower.rank, answer.reason, mendable=answer.mendable)
         if not self._closing:
             self._lost(follower.rank, f"its process ended ({follower.process.wait()})")
 
-    def _expect_settled(self, reason: str) -> None:
-        """Give the instance up unless the present order has gone the same everywhere within the grace."""
-        number = self._given
+    def _expect_settled(self, number: int, reason: str) -> None:
+        """Give the instance up unless the order of that number is settled within the grace."""
 
         def check() -> None:
             if self._settled < number and not self._closing:

@@ -1,8 +1,9 @@
 """A pipeline that runs on several ranks in lock-step, to the compute thread a pipeline like any other.
 
 Each call on a run of a shared role is given to the followers as an order, carried out here as well, and settled: it has
-gone the same everywhere before the next one. Other roles run on rank 0 alone. So are checkpoints taken, because between
-two steps every rank has the same state.
+gone the same everywhere before the next one. What comes before the first step may fail on some ranks, since nothing is
+exchanged there: the run is then over on all of them. Other roles run on rank 0 alone. So are checkpoints taken, because
+between two steps every rank has the same state.
 """
 
 from __future__ import annotations
@@ -20,10 +21,20 @@ from triptych.errors import StageError
 from triptych.ids import Role
 from triptych.pipeline.checkpoint import Frozen
 from triptych.pipeline.load import load_cold
-from triptych.pipeline.stage import Announcing, Clip, Resumable, RolePipeline, StageResult, StageRun, Streaming
+from triptych.pipeline.stage import (
+    Announcing,
+    Clip,
+    Preparable,
+    Preparing,
+    Resumable,
+    RolePipeline,
+    StageResult,
+    StageRun,
+    Streaming,
+)
 from triptych.wire.schema import RequestSchema
 from triptych.worker.ranks.leader import Leader, sent
-from triptych.worker.ranks.orders import Advance, Begin, Drop, Resume
+from triptych.worker.ranks.orders import Advance, Begin, Drop, Prepare, Resume
 
 
 def load_in_lockstep(config: InstanceConfig, leader: Leader, tally: Tally) -> RolePipeline:
@@ -72,6 +83,11 @@ class LockstepPipeline:
         """How the ranks share the work."""
         return self._own.sharing
 
+    @property
+    def prepares(self) -> bool:
+        """Whether a run may begin and be prepared while another one computes."""
+        return isinstance(self._own, Preparing) and self._own.prepares
+
     def start(
         self,
         role: Role,
@@ -92,15 +108,14 @@ class LockstepPipeline:
             images=tuple(images),
             rehearses=is_rehearsing(),
         )
+        begun = _kind(run)(number, run, self._leader)
         try:
             self._leader.tell(begin, [tensor for _, tensors in inputs for tensor in tensors])
+            _agree(self._leader.failures())
         except Exception:
-            run.cancel()
+            begun.cancel()
             raise
-        self._leader.settle()
-        if isinstance(run, Resumable):
-            return _ResumableRun(number, run, self._leader)
-        return (_StreamingRun if isinstance(run, Streaming) else _LockstepRun)(number, run, self._leader)
+        return begun
 
 
 class _LockstepRun:
@@ -163,7 +178,37 @@ class _ResumableRun(_LockstepRun):
         assert isinstance(self._own, Resumable)
         self._own.restore(tree, tensors)
         self._leader.tell(Resume(run=self._number, saved=sent(tree, tensors)), tensors)
-        self._leader.settle()
+        _agree(self._leader.failures())
+
+
+class _PreparableRun(_ResumableRun):
+    """One that can also be brought up to its first step beside another one's."""
+
+    def prepare(self) -> None:
+        assert isinstance(self._own, Preparable)
+        self._leader.tell(Prepare(run=self._number))
+        try:
+            try:
+                self._own.prepare()
+            finally:
+                failed = self._leader.failures()
+            _agree(failed)
+        except Exception:
+            self.cancel()
+            raise
+
+
+def _kind(own: StageRun) -> type[_LockstepRun]:
+    """What can be done with a run."""
+    if isinstance(own, Resumable):
+        return _PreparableRun if isinstance(own, Preparable) else _ResumableRun
+    return _StreamingRun if isinstance(own, Streaming) else _LockstepRun
+
+
+def _agree(failed: str) -> None:
+    """Raise `StageError` for what ranks have failed at while they exchanged nothing."""
+    if failed:
+        raise StageError(f"the ranks could not all begin: {failed}", retryable=True)
 
 
 def _check(result: StageResult) -> None:

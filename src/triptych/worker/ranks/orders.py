@@ -17,7 +17,7 @@ from triptych.parallelism import Parallelism
 
 
 class Shape(msgspec.Struct, frozen=True):
-    """A tensor that is broadcast after the order."""
+    """A tensor that is broadcast after the order, from host memory to host memory."""
 
     shape: tuple[int, ...]
     dtype: str
@@ -74,6 +74,12 @@ class Resume(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     saved: Sent
 
 
+class Prepare(msgspec.Struct, frozen=True, kw_only=True, tag=True):
+    """Bring a run that has not advanced up to its first step."""
+
+    run: int
+
+
 class Advance(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     """Compute a run up to its next step boundary."""
 
@@ -86,7 +92,7 @@ class Drop(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     run: int
 
 
-Order: TypeAlias = Join | Meet | Begin | Resume | Advance | Drop
+Order: TypeAlias = Join | Meet | Begin | Resume | Prepare | Advance | Drop
 
 
 class Compiled(msgspec.Struct, frozen=True, kw_only=True):
