@@ -24,6 +24,7 @@ import torch
 from torch import Tensor, nn
 
 from triptych.accel import flash3, sage
+from triptych.accel.denoisers import denoises
 from triptych.accel.measurements import measured, read_measurements, write_measurements
 from triptych.accel.shortage import free_memory, is_out_of_memory
 from triptych.errors import ConfigError
@@ -145,9 +146,7 @@ def _dispatched(model: nn.Module) -> Iterator[Any]:
 def backends(components: Mapping[str, Any]) -> dict[str, str]:
     """Denoiser models among ``components`` whose attention is dispatched, with what it runs on."""
     found = {
-        name: in_use(model)
-        for name, model in components.items()
-        if isinstance(model, nn.Module) and name.startswith(("transformer", "unet"))
+        name: in_use(model) for name, model in components.items() if isinstance(model, nn.Module) and denoises(name)
     }
     return {name: backend for name, backend in found.items() if backend is not None}
 

@@ -18,6 +18,7 @@ from triptych.accel import step_cache as step_caching
 from triptych.accel.batching import ForwardBatcher
 from triptych.accel.compiling import Overflow, allow_many_graphs
 from triptych.accel.cuda_graphs import CudaGraphs
+from triptych.accel.denoisers import denoises
 from triptych.accel.fp8_products import fuse_fp8
 from triptych.accel.gelu import fuse_gelu
 from triptych.accel.prompts import PromptCache
@@ -108,7 +109,7 @@ def accelerate(
     wish, backend = backend.partition(",")[0], attention.preferred(backend, device)
     denoisers = {name: model for name, model in modules.items() if _has_blocks(name, model)}
     others = sorted(modules.keys() - denoisers.keys() - text_encoders.keys())
-    unknown = [name for name in others if name.startswith(("transformer", "unet"))]
+    unknown = [name for name in others if denoises(name)]
     for name in (*denoisers, *unknown):
         done += _attention(name, modules[name], setting, backend, cache_dir, agree)
         if backend != wish:
@@ -175,7 +176,7 @@ def _is_text_encoder(model: nn.Module) -> bool:
 
 def _has_blocks(name: str, model: nn.Module) -> bool:
     """Whether a denoiser's work is in blocks that are known, be they named by Diffusers or the entries of its lists."""
-    return bool(quant.repeated_blocks(model) or (name.startswith(("transformer", "unet")) and quant.blocks(model)))
+    return bool(quant.repeated_blocks(model) or (denoises(name) and quant.blocks(model)))
 
 
 def _passed_over(name: str, model: nn.Module) -> Technique:

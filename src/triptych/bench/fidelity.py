@@ -15,7 +15,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from statistics import mean, median
-from typing import Any, Final
+from typing import Any
 
 import torch
 from rich.console import Console
@@ -23,6 +23,7 @@ from rich.table import Table
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
+from triptych.accel.denoisers import denoises
 from triptych.bench.stages import profiles_named, relative
 from triptych.config import DeviceType, ModelConfig, Profile, parse_shape
 from triptych.errors import ConfigError
@@ -30,9 +31,6 @@ from triptych.ids import Role
 from triptych.launch.device import detect_device
 from triptych.pipeline.load import load_pipeline
 from triptych.pipeline.modular import ModularRolePipeline
-
-_MODELS: Final = ("transformer", "unet")
-"""What a denoiser's models are called, with a number behind a second one."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -101,7 +99,7 @@ def _exact(model: ModelConfig, params: Mapping[str, Any]) -> list[Forward]:
 
 def _models(pipeline: ModularRolePipeline) -> dict[str, nn.Module]:
     components = pipeline.pipeline(Role.DENOISER).components
-    return {name: part for name, part in components.items() if name.startswith(_MODELS) and isinstance(part, nn.Module)}
+    return {name: part for name, part in components.items() if denoises(name) and isinstance(part, nn.Module)}
 
 
 def _error(pipeline: ModularRolePipeline, forward: Forward) -> float:

@@ -27,6 +27,7 @@ import msgspec
 import torch
 
 from triptych.accel.adapters import Choice, Unwritable, WrittenAdapters, write_into
+from triptych.accel.denoisers import DENOISERS
 from triptych.config import Lora
 from triptych.errors import ConfigError, ModelError
 from triptych.ids import ROLES, Role
@@ -154,7 +155,7 @@ def attach(
 
     Raises `ModelError` for a file that does not fit, and `ConfigError` for one that cannot be written into weights.
     """
-    wanted = {name: model for name, model in models.items() if name.startswith(("transformer", "unet", "text_encoder"))}
+    wanted = {name: model for name, model in models.items() if name.startswith((*DENOISERS, "text_encoder"))}
     for lora in loras:
         for pipeline in pipelines:
             takes = _loadable(pipeline)

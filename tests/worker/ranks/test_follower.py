@@ -5,11 +5,15 @@ from __future__ import annotations
 from typing import Any, cast
 
 import pytest
+import torch
 
+from triptych.accel.sizes import is_rehearsing
 from triptych.accel.tally import Tally
 from triptych.errors import StageError
+from triptych.ids import Role
+from triptych.worker.beside import Beside
 from triptych.worker.ranks import follower as module
-from triptych.worker.ranks.orders import Advance, Answer, Compiled, Done, Failed, decode_answer
+from triptych.worker.ranks.orders import Advance, Answer, Begin, Compiled, Done, Failed, decode_answer
 
 
 class Line:
@@ -52,3 +56,29 @@ def test_a_follower_tells_once_what_it_has_compiled(monkeypatch: pytest.MonkeyPa
         Done(),
         Failed(reason="no more", compiled=Compiled(uncompiled=2)),
     ]
+
+
+class Noting:
+    """A pipeline that notes whether what it does is part of a rehearsal, and is its own run."""
+
+    def __init__(self) -> None:
+        self.rehearsing: list[bool] = []
+
+    def start(self, *_: object) -> Noting:
+        self.rehearsing.append(is_rehearsing())
+        return self
+
+    def advance(self) -> None:
+        self.rehearsing.append(is_rehearsing())
+
+
+def test_a_follower_rehearses_what_rank_0_rehearses() -> None:
+    pipeline = Noting()
+    follower: Any = object.__new__(cast(Any, module)._Follower)
+    follower._connection, follower._tally, follower._told = Line(), Tally(), Compiled()
+    follower._runs, follower._new, follower._rehearses = {}, set(), False
+    follower._pipeline, follower._beside = pipeline, Beside(torch.device("cpu"))
+    for number, rehearses in enumerate((True, False)):
+        follower.carry_out(Begin(run=number, role=Role.DENOISER, params={}, inputs=(), images=(), rehearses=rehearses))
+        follower.carry_out(Advance(run=number))
+    assert pipeline.rehearsing == [True, True, False, False]

@@ -19,7 +19,7 @@ from triptych.parallelism import Parallelism
 from triptych.pipeline.stage import Resumable
 from triptych.worker.ranks import leader as leader_module
 from triptych.worker.ranks.leader import RanksApart
-from triptych.worker.ranks.orders import Advance, Answer, Compiled
+from triptych.worker.ranks.orders import Advance, Answer, Begin, Compiled
 
 
 @pytest.fixture(scope="module")
@@ -54,6 +54,17 @@ def test_a_layout_that_only_requests_without_guidance_have_is_warmed_up(pair: Pa
     pair.warm_up()
     hook.remove()
     assert seen == {(1, 32), (1, 16)}
+
+
+def test_followers_are_told_what_is_rehearsed_and_so_has_graphs_of_its_own_on_every_rank(pair: Pair) -> None:
+    pair.orders.clear()
+    pair.warm_up()
+    told = [order.rehearses for order in pair.orders if isinstance(order, Begin)]
+    assert told
+    assert all(told)
+    pair.orders.clear()
+    pair.both(num_inference_steps=2)
+    assert [order.rehearses for order in pair.orders if isinstance(order, Begin)] == [False]
 
 
 def test_tokens_that_do_not_divide_are_shared_unevenly(pair: Pair) -> None:
