@@ -189,18 +189,10 @@ def test_a_size_that_was_rehearsed_is_computed_by_its_own_graph_whatever_came_be
 ) -> None:
     """Symptom: the same request gave other bytes after requests of other sizes, since a graph for all sizes had come to
     serve it; and on a server with --warmup each other size waited for graphs of its own."""
-    torch.set_grad_enabled(False)
-    torch.compiler.reset()
-    allow_many_graphs()
-    model = WanTransformer3DModel(
-        num_attention_heads=2, attention_head_dim=12, ffn_dim=16, num_layers=2, text_dim=8, freq_dim=16
-    ).eval()
     served: list[bool] = []
     monkeypatch.setattr(torch, "compile", noting(torch.compile, served))
-    sizes, tally = Sizes(), Tally()
-    count_compilations(tally)
-    compile_blocks(model, sizes, tuned=False, overflow=Overflow("transformer", tally))
-    sizes.install("transformer", model)
+    tally = Tally()
+    model = small(Sizes(), tally)
     with rehearsing():
         forward(model, 2)
     served.clear()
@@ -212,9 +204,65 @@ def test_a_size_that_was_rehearsed_is_computed_by_its_own_graph_whatever_came_be
     assert tally.compilations == 2
 
 
-def forward(model: nn.Module, size: int) -> Tensor:
+def small(sizes: Sizes, tally: Tally) -> nn.Module:
+    """A model whose blocks are compiled."""
+    torch.set_grad_enabled(False)
+    torch.compiler.reset()
+    allow_many_graphs()
+    model = WanTransformer3DModel(
+        num_attention_heads=2, attention_head_dim=12, ffn_dim=16, num_layers=2, text_dim=8, freq_dim=16
+    ).eval()
+    count_compilations(tally)
+    compile_blocks(model, sizes, tuned=False, overflow=Overflow("transformer", tally))
+    sizes.install("transformer", model)
+    return model
+
+
+def test_an_upright_video_has_the_graphs_of_one_across(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Symptom: with --warmup 832x480x81 a request of 480x832x81 waited for the compiler, and the next size again."""
+    served: list[bool] = []
+    monkeypatch.setattr(torch, "compile", noting(torch.compile, served))
+    tally = Tally()
+    model = small(Sizes(), tally)
+    with rehearsing():
+        forward(model, 4, 2)
+    known = tally.compilations
+    served.clear()
+    forward(model, 2, 4)
+    assert served == [False, False]
+    assert tally.compilations == known
+    for size in (3, 5):
+        forward(model, size)
+    assert tally.compilations == known + 1
+
+
+def test_what_fails_for_all_sizes_leaves_the_graphs_of_rehearsed_ones_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    really, failing = torch.compile, list[str]()
+
+    def compiled(plain: Any, *, dynamic: bool | None, options: Any = None, **more: Any) -> Any:
+        def backend(graph: Any, inputs: list[Any]) -> Any:
+            if dynamic is None and failing:
+                raise OSError(failing[0])
+            return graph
+
+        return really(plain, backend=backend, dynamic=dynamic, **more)
+
+    monkeypatch.setattr(torch, "compile", compiled)
+    sizes, tally = Sizes(), Tally()
+    double = Overflow("double", tally).compiled_for(lambda x: x * 2, sizes)
+    failing.append("no space left on device")
+    x = torch.ones(2)
+    assert torch.equal(double(x), x * 2)
+    assert tally.uncompiled == 1
+    with rehearsing(), sizes.of(2):
+        double(x)
+    double(x)
+    assert tally.uncompiled == 1, "the same shape has a graph of its own"
+
+
+def forward(model: nn.Module, size: int, other: int = 2) -> Tensor:
     generator = torch.Generator().manual_seed(1)
-    latents, text = torch.randn(1, 16, 1, 2 * size, 4, generator=generator), torch.ones(1, 3, 8)
+    latents, text = torch.randn(1, 16, 1, 2 * size, 2 * other, generator=generator), torch.ones(1, 3, 8)
     return model(latents, torch.tensor([500.0]), text, return_dict=False)[0]
 
 

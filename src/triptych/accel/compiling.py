@@ -22,7 +22,7 @@ from typing import Any, Final
 
 import torch
 
-from triptych.accel.sizes import Sizes, shapes_of
+from triptych.accel.sizes import Sizes, is_rehearsing, shapes_of
 from triptych.accel.tally import Tally
 from triptych.accel.unused import forget_unused
 from triptych.errors import ConfigError
@@ -97,7 +97,6 @@ class Overflow:
     def __init__(self, name: str, tally: Tally) -> None:
         self._name = name
         self._tally = tally
-        self._shapes: set[Hashable] = set()
         self._failed = False
 
     def compiled(self, plain: Callable[..., Any], **options: Any) -> Callable[..., Any]:
@@ -116,9 +115,15 @@ class Overflow:
         own = self.compiled(plain, dynamic=False, options={"coordinate_descent_tuning": tuned})
         # To have it made for a change of whatever is a size takes three times as long.
         free = self.compiled(plain, dynamic=None) if others else plain
+        rehearsed: set[Hashable] = set()
 
         def run(*args: Any, **kwargs: Any) -> Any:
-            return (own if sizes.rehearsed else free)(*args, **kwargs)
+            if sizes.rehearsed:
+                if is_rehearsing():
+                    rehearsed.add(shapes_of(args, kwargs))
+                return own(*args, **kwargs)
+            # Blocks see of a video how many tokens it has: upright or across, they are as many.
+            return (own if shapes_of(args, kwargs) in rehearsed else free)(*args, **kwargs)
 
         return run
 
@@ -132,25 +137,27 @@ class Overflow:
             Unsupported,
         )
 
+        without: set[Hashable] = set()  # of this graph: what others fail at may have one here
+
         def run(*args: Any, **kwargs: Any) -> Any:
-            if not self._shapes or shapes_of(args, kwargs) not in self._shapes:
+            if not without or shapes_of(args, kwargs) not in without:
                 try:
                     return graph(*args, **kwargs)
                 except FailOnRecompileLimitHit:
                     self._note(shapes_of(args, kwargs))
                 except (BackendCompilerFailed, InternalTorchDynamoError, Unsupported) as error:
-                    self._fail(shapes_of(args, kwargs), error)
+                    self._fail(error)
+                without.add(shapes_of(args, kwargs))
             self._tally.uncompiled += 1
             return plain(*args, **kwargs)
 
         return run
 
-    def _fail(self, shapes: Hashable, error: Exception) -> None:
+    def _fail(self, error: Exception) -> None:
         """The compiler failed: of what is missing on this machine, or at this shape."""
         cause: BaseException = getattr(error, "inner_exception", None) or error
         if isinstance(cause, torch.OutOfMemoryError):  # it measures on the GPU; with room it would not fail
             raise cause
-        self._shapes.add(shapes)
         if not self._failed:
             log.warning(
                 "%s: the compiler fails, so what it fails at is computed without it, which is slower: %s",
@@ -160,7 +167,6 @@ class Overflow:
         self._failed = True
 
     def _note(self, shapes: Hashable) -> None:
-        self._shapes.add(shapes)
         log.warning(
             "%s: has as many graphs as it may: what has the shapes %s is computed without one, which is slower",
             self._name,

@@ -7,13 +7,14 @@ from typing import Any, cast
 import pytest
 import torch
 
+from triptych.accel.shortage import drop_when_short
 from triptych.accel.sizes import is_rehearsing
 from triptych.accel.tally import Tally
 from triptych.errors import StageError
 from triptych.ids import Role
 from triptych.worker.beside import Beside
 from triptych.worker.ranks import follower as module
-from triptych.worker.ranks.orders import Advance, Answer, Begin, Compiled, Done, Failed, decode_answer
+from triptych.worker.ranks.orders import Advance, Answer, Begin, Compiled, Done, Failed, Sent, decode_answer
 
 
 class Line:
@@ -70,6 +71,39 @@ class Noting:
 
     def advance(self) -> None:
         self.rehearsing.append(is_rehearsing())
+
+
+class Droppable:
+    """Something that fills memory and can be made again."""
+
+    dropped = 0
+
+    def drop(self) -> None:
+        self.dropped += 1
+
+
+def test_a_follower_without_room_for_a_request_makes_room_and_says_what_lacked(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Symptom: nothing was let go, so all next requests failed too, and clients heard of a fault of the server."""
+    follower: Any = object.__new__(cast(Any, module)._Follower)
+    line = Line()
+    follower._connection, follower._tally, follower._told = line, Tally(), Compiled()
+    follower._runs, follower._new, follower._rehearses = {}, set(), False
+    follower._pipeline, follower._beside = Noting(), Beside(torch.device("cpu"))
+    monkeypatch.setattr(follower, "_settle", lambda: None)
+
+    def full(_: object) -> Any:
+        raise torch.OutOfMemoryError("CUDA out of memory")
+
+    monkeypatch.setattr(follower, "_received", lambda _: [])
+    monkeypatch.setattr(follower, "_placed", full)
+    kept = Droppable()
+    drop_when_short(kept)
+    inputs = (Sent(tree=b"", tensors=()),)
+    follower.carry_out(Begin(run=1, role=Role.DENOISER, params={}, inputs=inputs, images=()))
+    (answer,) = line.heard
+    assert isinstance(answer, Failed)
+    assert answer.short
+    assert kept.dropped == 1
 
 
 def test_a_follower_rehearses_what_rank_0_rehearses() -> None:

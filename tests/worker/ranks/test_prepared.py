@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterator
+from typing import Any
 
 import pytest
 import torch
@@ -14,7 +15,7 @@ from tests.worker.ranks.row import FAILURES, Row, asked, left_over, misled, same
 from tests.worker.test_ahead import WAIT, denoised, halfway
 from triptych.config import DeviceType
 from triptych.core.instance_events import Ended
-from triptych.errors import StageError
+from triptych.errors import OutOfMemory, StageError
 from triptych.ids import Role
 from triptych.parallelism import Parallelism
 from triptych.pipeline.stage import Preparable, Resumable
@@ -22,7 +23,7 @@ from triptych.pipeline.steps import SteppedBlock
 from triptych.wire.messages import Stopped
 from triptych.worker.beside import Made
 from triptych.worker.ranks import leader as leader_module
-from triptych.worker.ranks.orders import Begin, Prepare, Resume
+from triptych.worker.ranks.orders import Begin, Failed, Prepare, Resume
 
 TWO_GPUS = pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
 
@@ -127,6 +128,26 @@ def test_what_fails_on_one_rank_while_it_is_prepared_is_begun_anew_in_its_turn(
     time.sleep(0.3)  # beyond the grace
     assert pair.posts.empty()
     assert left_over(pair, row.told(Begin)) == []
+
+
+@pytest.mark.parametrize("short", [True, False])
+def test_want_of_memory_on_another_rank_is_told_as_that(
+    pair: Pair, short: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A client is told to ask for less, and the instance is not blamed."""
+    ((params, inputs),) = asked(pair, 1)
+    answered = pair.leader._answer
+
+    def full(follower: Any, seconds: float | None) -> Any:
+        answered(follower, seconds)
+        return Failed(reason="full", short=short)
+
+    with monkeypatch.context() as once:
+        once.setattr(pair.leader, "_answer", full)
+        with pytest.raises(OutOfMemory if short else StageError, match="rank 1: full") as failure:
+            pair.shared.start(Role.DENOISER, params, [(p.tree, p.tensors) for p in inputs], [])
+    assert isinstance(failure.value, OutOfMemory) is short
+    assert failure.value.retryable
 
 
 def test_a_request_that_one_rank_cannot_begin_in_its_turn_fails_alone(

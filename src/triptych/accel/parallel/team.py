@@ -68,6 +68,7 @@ class Team:
             world_size=size,
             timeout=timedelta(seconds=seconds),
         )
+        _connect(device)
         return cls(rank=rank, size=size, device=device, wish=wish, meet=meet)
 
     def mesh(self, layout: Layout, tp: int) -> DeviceMesh:
@@ -75,8 +76,8 @@ class Team:
         shape = (self.size // (layout.sp * tp), layout.ring, layout.ulysses, tp)
         mesh = init_device_mesh(self.device.type, shape, mesh_dim_names=("cfg", "ring", "ulysses", "tp"))
         for name, size in zip(("cfg", "ring", "ulysses", "tp"), shape, strict=True):
-            if size > 1:  # a group connects when it is first used, which should not be in a request
-                dist.all_reduce(torch.zeros(1, device=self.device), group=mesh.get_group(name))
+            if size > 1:
+                _connect(self.device, mesh.get_group(name))
         return mesh
 
     def everyone(self) -> DeviceMesh:
@@ -97,3 +98,9 @@ class Team:
         data[: len(encoded)] = encoded
         self.broadcast(data)
         return bytes(data.tolist()).rstrip(b"\0").decode()
+
+
+def _connect(device: torch.device, group: dist.ProcessGroup | None = None) -> None:
+    """Have a group, which is that of all ranks where none is named, connect now: it would when it is first used, which
+    should not be in a request."""
+    dist.all_reduce(torch.zeros(1, device=device), group=group)

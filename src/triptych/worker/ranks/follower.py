@@ -24,7 +24,9 @@ from triptych.accel.parallel.team import Team
 from triptych.accel.sizes import rehearsing
 from triptych.accel.tally import Tally
 from triptych.config.logs import configure_logging
-from triptych.errors import Blame, TriptychError
+from triptych.errors import Blame, OutOfMemory, TriptychError
+from triptych.ids import Role
+from triptych.pipeline.guard import guarded
 from triptych.pipeline.load import load_cold
 from triptych.pipeline.stage import Preparable, Resumable, RolePipeline, StageRun
 from triptych.worker.beside import Beside
@@ -135,7 +137,8 @@ class _Follower:
             if not isinstance(error, TriptychError) or error.__cause__ is not None:
                 log.error("rank %d failed", self._team.rank, exc_info=error)
             self._settle()
-            self._answer(Failed(reason=_words(error), compiled=self._compiled()))
+            short = isinstance(error, OutOfMemory)
+            self._answer(Failed(reason=_words(error), short=short, compiled=self._compiled()))
         else:
             self._answer(Done(ended=ended, compiled=self._compiled()))
 
@@ -144,7 +147,7 @@ class _Follower:
             case Begin():
                 received = [self._received(sent) for sent in order.inputs]
                 self._rehearses = order.rehearses
-                with self._beside.entered(), self._settings():
+                with self._beside.entered(), self._settings(), guarded(order.role):
                     inputs = [(sent.tree, self._placed(own)) for sent, own in zip(order.inputs, received, strict=True)]
                     self._runs[order.run] = self._pipeline.start(order.role, order.params, inputs, order.images)
                 self._new.add(order.run)
@@ -152,7 +155,7 @@ class _Follower:
                 received = self._received(order.saved)
                 run = self._runs[order.run]
                 assert isinstance(run, Resumable)
-                with self._beside.entered():
+                with self._beside.entered(), guarded(Role.DENOISER):
                     run.restore(order.saved.tree, self._placed(received))
             case Prepare():
                 run = self._runs[order.run]

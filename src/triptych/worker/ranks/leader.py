@@ -28,7 +28,7 @@ import torch
 from triptych.accel.parallel.team import Team
 from triptych.accel.tally import Tally
 from triptych.config import InstanceConfig
-from triptych.errors import ConfigError
+from triptych.errors import ConfigError, OutOfMemory, StageError
 from triptych.worker.jobs import Post, ThreadDied
 from triptych.worker.ranks.frozen import FrozenWatch
 from triptych.worker.ranks.orders import (
@@ -190,22 +190,24 @@ class Leader:
                     raise RanksApart(f"rank {follower.rank} answers {answer!r} where rank 0 has {own or ended!r}")
         self._settled = self._given
 
-    def failures(self) -> str:
-        """Hear from every follower how the last order went, one by which ranks exchange nothing; what failed, or "".
+    def failure(self) -> StageError | None:
+        """Hear from every follower how the last order went, one by which ranks exchange nothing; what some failed at.
 
         Then the run is to be dropped, and the ranks are in the same place. Raises `RanksApart` without an answer.
         """
         failed: list[str] = []
+        kind: type[StageError] = OutOfMemory
         for follower in self.followers:
             match self._answer(follower, COLLECTIVE_SECONDS):
-                case Failed(reason=reason):
+                case Failed(reason=reason, short=short):
                     failed.append(f"rank {follower.rank}: {reason}")
+                    kind = kind if short else StageError
                 case Done(ended=False):
                     pass
                 case answer:
                     raise RanksApart(f"rank {follower.rank} answers {answer!r} where nothing was exchanged")
         self._settled = self._given
-        return "; ".join(failed)
+        return kind(f"the ranks could not all begin: {'; '.join(failed)}", retryable=True) if failed else None
 
     def close(self) -> None:
         """End the followers, whatever they are at."""

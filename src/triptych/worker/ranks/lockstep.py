@@ -111,7 +111,7 @@ class LockstepPipeline:
         begun = _kind(run)(number, run, self._leader)
         try:
             self._leader.tell(begin, [tensor for _, tensors in inputs for tensor in tensors])
-            _agree(self._leader.failures())
+            _agree(self._leader.failure())
         except Exception:
             begun.cancel()
             raise
@@ -178,7 +178,7 @@ class _ResumableRun(_LockstepRun):
         assert isinstance(self._own, Resumable)
         self._own.restore(tree, tensors)
         self._leader.tell(Resume(run=self._number, saved=sent(tree, tensors)), tensors)
-        _agree(self._leader.failures())
+        _agree(self._leader.failure())
 
 
 class _PreparableRun(_ResumableRun):
@@ -191,7 +191,7 @@ class _PreparableRun(_ResumableRun):
             try:
                 self._own.prepare()
             finally:
-                failed = self._leader.failures()
+                failed = self._leader.failure()
             _agree(failed)
         except Exception:
             self.cancel()
@@ -205,10 +205,10 @@ def _kind(own: StageRun) -> type[_LockstepRun]:
     return _StreamingRun if isinstance(own, Streaming) else _LockstepRun
 
 
-def _agree(failed: str) -> None:
-    """Raise `StageError` for what ranks have failed at while they exchanged nothing."""
-    if failed:
-        raise StageError(f"the ranks could not all begin: {failed}", retryable=True)
+def _agree(failed: StageError | None) -> None:
+    """Raise what ranks have failed at while they exchanged nothing."""
+    if failed is not None:
+        raise failed
 
 
 def _check(result: StageResult) -> None:

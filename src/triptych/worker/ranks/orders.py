@@ -130,6 +130,8 @@ class Failed(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     reason: str
     mendable: bool = False
     """The operator must mend something."""
+    short: bool = False
+    """It was for want of memory."""
     compiled: Compiled = Compiled()
 
 
